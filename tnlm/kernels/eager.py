@@ -1,0 +1,88 @@
+"""The definition of bilinear and squared attention: dense scores, plain differentiable torch.
+
+Every other implementation is tested against this one. It takes every dtype (float64 and complex included),
+any ``torch.func`` transform and double backward, and costs ``seq_q * seq_k`` memory per head and score.
+"""
+
+import torch
+from jaxtyping import Bool, Inexact
+from torch import Tensor
+
+FP16_MAX = torch.finfo(torch.float16).max
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which scores and sums are formed: float32 for the half types, else the input's own."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def causal_mask(seq_q: int, seq_k: int, device: torch.device) -> Bool[Tensor, "seq_q seq_k"]:
+    """True where query i sees key j, ``j <= i + seq_k - seq_q``: bottom-right, the last query sees all."""
+    return torch.ones(seq_q, seq_k, dtype=torch.bool, device=device).tril(seq_k - seq_q)
+
+
+def bilinear(
+    q1: Inexact[Tensor, "batch seq_q n_head d_qk"],
+    k1: Inexact[Tensor, "batch seq_k n_head d_qk"],
+    q2: Inexact[Tensor, "batch seq_q n_head d_qk"],
+    k2: Inexact[Tensor, "batch seq_k n_head d_qk"],
+    v: Inexact[Tensor, "batch seq_k n_head d_v"],
+    *,
+    causal: bool,
+    scale: float,
+) -> Inexact[Tensor, "batch seq_q n_head d_v"]:
+    """``out_i = sum_j scale (q1_i . k1_j) (q2_i . k2_j) v_j``; no conjugation for complex inputs."""
+    return _attend(_scores(q1, k1) * _scores(q2, k2), v, causal=causal, scale=scale)
+
+
+def squared(
+    q: Inexact[Tensor, "batch seq_q n_head d_qk"],
+    k: Inexact[Tensor, "batch seq_k n_head d_qk"],
+    v: Inexact[Tensor, "batch seq_k n_head d_v"],
+    *,
+    causal: bool,
+    scale: float,
+) -> Inexact[Tensor, "batch seq_q n_head d_v"]:
+    """``out_i = sum_j scale (q_i . k_j)**2 v_j``; for complex inputs the plain square."""
+    score = _scores(q, k)
+    return _attend(score * score, v, causal=causal, scale=scale)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """All dot products, (batch, n_head, seq_q, seq_k), in the accumulation dtype."""
+    return _heads_first(q) @ _heads_first(k).mT
+
+
+def _attend(product: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """Scale, mask and sum over keys; the output is rounded once, to the dtype of ``v``."""
+    pattern = product * scale
+    if causal:
+        mask = causal_mask(pattern.shape[-2], pattern.shape[-1], pattern.device)
+        pattern = pattern.masked_fill(~mask, 0)
+    out = (pattern @ _heads_first(v)).transpose(1, 2).contiguous()
+    return narrow(out, v.dtype)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """(batch, seq, n_head, d) to a packed (batch, n_head, seq, d), no bit depends on the strides of x."""
+    return x.to(accumulation_dtype(x.dtype)).transpose(1, 2).contiguous()
+
+
+def narrow(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to ``dtype``. On a CPU a finite value that float16 cannot hold raises instead of becoming inf.
+
+    The check reads values, so it is silent where there are none: compilation, fake tensors, transforms.
+    """
+    if dtype == torch.float16 and out.device.type == "cpu" and not torch.compiler.is_compiling():
+        concrete = type(out) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(out)
+        if concrete and out.numel():
+            _refuse_overflow(out.detach().abs().nan_to_num(posinf=0.0).amax().item())
+    return out.to(dtype)
+
+
+def _refuse_overflow(largest: float) -> None:
+    if largest > FP16_MAX:
+        raise ValueError(
+            f"the attention output must fit float16 (|x| <= {FP16_MAX:.0f}), got {largest:.6g}: without softmax "
+            "nothing bounds the scores; use bfloat16 or float32, a smaller scale, or normed q and k"
+        )
