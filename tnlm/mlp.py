@@ -1,0 +1,95 @@
+"""The MLP kinds: bilinear and squared are polynomials, the others are the baselines they are compared with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Shaped
+from torch import Tensor, nn
+
+from tnlm.config import GATED_MLPS, MLPKind
+
+
+def linear(x: Shaped[Tensor, "... d_in"], w: Shaped[Tensor, "d_out d_in"]) -> Shaped[Tensor, "... d_out"]:
+    """``x w^T`` in ``x``'s dtype: float32 weights are cast for bf16 activations, as the released models were trained."""
+    return F.linear(x, w.to(x.dtype))
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bilinear": lambda x: x,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "reglu": F.relu,
+    "glu": torch.sigmoid,
+    "squared": torch.square,
+    "relu2": lambda x: F.relu(x).square(),
+    "relu": F.relu,
+    "gelu": F.gelu,
+}
+"""What acts on ``L x``; the gated kinds then multiply by ``R x`` (Shazeer 2020, arXiv:2002.05202)."""
+
+
+class MLP(nn.Module):
+    """``D (act(L x) * R x) + bias`` for the gated kinds, ``D act(L x) + bias`` for the others.
+
+    Args:
+        kind: ``bilinear`` (act is the identity) and ``squared`` (``(L x)**2``) are homogeneous polynomials of degree 2
+            in ``x``, plus the bias; all others are not polynomials.
+
+    Fresh layers have ``w_d = 0`` and ``bias = 0``, and ``w_l``, ``w_r`` uniform in ``+-1/sqrt(d_in)``.
+    Points: ``hook_pre`` (``L x``), ``hook_pre_linear`` (``R x``), ``hook_post`` (what ``D`` reads).
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: MLPKind,
+        d_in: int,
+        d_hidden: int,
+        d_out: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.kind, self.gated = kind, kind in GATED_MLPS
+        self.d_in, self.d_hidden, self.d_out = d_in, d_hidden, d_out
+        new: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.w_l = nn.Parameter(torch.empty(d_hidden, d_in, **new))
+        self.w_r = nn.Parameter(torch.empty(d_hidden, d_in, **new)) if self.gated else None
+        self.w_d = nn.Parameter(torch.empty(d_out, d_hidden, **new))
+        self.bias = nn.Parameter(torch.empty(d_out, **new)) if bias else None
+        self.hook_pre = nn.Identity()
+        if self.gated:
+            self.hook_pre_linear = nn.Identity()
+        self.hook_post = nn.Identity()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for w in (self.w_l, self.w_r):
+            if w is not None:
+                nn.init.uniform_(w, -(self.d_in**-0.5), self.d_in**-0.5)
+        nn.init.zeros_(self.w_d)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Shaped[Tensor, "... d_in"]) -> Shaped[Tensor, "... d_out"]:
+        post = ACTIVATIONS[self.kind](self.hook_pre(linear(x, self.w_l)))
+        if self.w_r is not None:
+            post = post * self.hook_pre_linear(linear(x, self.w_r))
+        out = linear(self.hook_post(post), self.w_d)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"kind={self.kind}, d_in={self.d_in}, d_hidden={self.d_hidden}, d_out={self.d_out}"
+
+
+class BilinearMLP(MLP):
+    """``D (L x * R x)``, by default without bias: ``f(a x) = a**2 f(x)`` exactly.
+
+    Source: Pearce et al. 2025, arXiv:2410.08417.
+    """
+
+    def __init__(self, *, d_in: int, d_hidden: int, d_out: int, bias: bool = False, **options: Any) -> None:
+        super().__init__(kind="bilinear", d_in=d_in, d_hidden=d_hidden, d_out=d_out, bias=bias, **options)

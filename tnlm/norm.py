@@ -1,0 +1,44 @@
+"""RMS norm without gain."""
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor, nn
+
+from tnlm.config import FP32_EPS
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x**2) + eps)`` over the last axis; no learned gain; half precision is normed in float32.
+
+    Points: ``hook_scale`` (..., 1), the square root above, and ``hook_normalized``. Replacing ``hook_scale`` by a
+    recorded value freezes the norm, which makes the layer linear: exact given the norms of that run.
+
+    ``eps`` is explicit because torch's own default depends on the dtype.
+    """
+
+    def __init__(self, eps: float = FP32_EPS) -> None:
+        super().__init__()
+        self.eps = eps
+        self.hook_scale = nn.Identity()
+        self.hook_normalized = nn.Identity()
+
+    def forward(self, x: Shaped[Tensor, "... d"]) -> Shaped[Tensor, "... d"]:
+        wide = x.float() if x.dtype in HALF else x
+        scale = self.hook_scale((wide.square().mean(-1, keepdim=True) + self.eps).sqrt())
+        return self.hook_normalized((wide / scale).to(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps:g}"
+
+
+class NoNorm(nn.Module):
+    """The identity, with the point ``hook_normalized`` where a norm would have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook_normalized = nn.Identity()
+
+    def forward(self, x: Shaped[Tensor, "... d"]) -> Shaped[Tensor, "... d"]:
+        return self.hook_normalized(x)

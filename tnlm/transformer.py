@@ -1,0 +1,216 @@
+"""The transformer, top to bottom as the equations read."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int, Shaped
+from torch import Tensor, nn
+
+from tnlm.attention import Attention
+from tnlm.cache import Cache, LayerCache
+from tnlm.config import ModelConfig
+from tnlm.mlp import MLP, linear
+from tnlm.norm import NoNorm, RMSNorm
+from tnlm.rotary import rotary_tables
+
+TOKEN_DTYPES = (torch.int64, torch.int32)
+
+
+class Embedding(nn.Module):
+    """Token rows of ``w_e`` (d_vocab, d_model), initialised N(0, 1)."""
+
+    def __init__(self, d_vocab: int, d_model: int, **new: object) -> None:
+        super().__init__()
+        self.w_e = nn.Parameter(torch.empty(d_vocab, d_model, **new))  # type: ignore[call-overload]
+        nn.init.normal_(self.w_e)
+
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Shaped[Tensor, "batch seq d_model"]:
+        return F.embedding(tokens, self.w_e)
+
+
+class Unembedding(nn.Module):
+    """``w_u x``, ``w_u`` (d_vocab, d_model), initialised to zero: the first loss is ``ln d_vocab``."""
+
+    def __init__(self, d_vocab: int, d_model: int, **new: object) -> None:
+        super().__init__()
+        self.w_u = nn.Parameter(torch.zeros(d_vocab, d_model, **new))  # type: ignore[call-overload]
+
+    def forward(self, x: Shaped[Tensor, "batch seq d_model"]) -> Shaped[Tensor, "batch seq d_vocab"]:
+        return linear(x, self.w_u)
+
+
+class Block(nn.Module):
+    """``x <- a x + b x0;  x <- x + attn(norm(x));  x <- x + mlp(norm(x))``, ``(a, b) = lambdas``."""
+
+    def __init__(self, config: ModelConfig, **new: object) -> None:
+        super().__init__()
+        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0], **new)) if config.x0_mixing else None  # type: ignore[call-overload]
+        self.hook_resid_pre = nn.Identity()
+        self.hook_resid_mixed = nn.Identity()
+        self.attn = self.mlp = None
+        if config.attention != "none":
+            self.ln1 = _norm(config)
+            self.attn = Attention(config, **new)  # type: ignore[arg-type]
+            self.hook_attn_out = nn.Identity()
+        if config.mlp != "none":
+            self.hook_resid_mid = nn.Identity()
+            self.ln2 = _norm(config)
+            sizes = {"d_in": config.d_model, "d_hidden": config.d_hidden, "d_out": config.d_model}
+            self.mlp = MLP(kind=config.mlp, bias=config.mlp_bias, **sizes, **new)  # type: ignore[arg-type]
+            self.hook_mlp_out = nn.Identity()
+        self.hook_resid_post = nn.Identity()
+
+    def forward(
+        self,
+        x: Shaped[Tensor, "batch seq d_model"],
+        x0: Shaped[Tensor, "batch seq d_model"],
+        v_first: Shaped[Tensor, "batch seq n_head d_head"] | None,
+        tables: tuple[Tensor, Tensor],
+        cache: LayerCache | None = None,
+    ) -> tuple[Shaped[Tensor, "batch seq d_model"], Shaped[Tensor, "batch seq n_head d_head"] | None]:
+        x = self.hook_resid_pre(x)
+        if self.lambdas is not None:
+            lambdas = self.lambdas.to(x.dtype)
+            x = lambdas[0] * x + lambdas[1] * x0
+        x = self.hook_resid_mixed(x)
+        if self.attn is not None:
+            out, v_first = self.attn(self.ln1(x), v_first, tables, cache)
+            x = x + self.hook_attn_out(out)
+        if self.mlp is not None:
+            x = self.hook_resid_mid(x)
+            x = x + self.hook_mlp_out(self.mlp(self.ln2(x)))
+        return self.hook_resid_post(x), v_first
+
+
+class Transformer(nn.Module):
+    """A causal language model: ``model(tokens)`` gives logits ``(batch, seq, d_vocab)`` after the softcap.
+
+    Fresh output maps (``w_o``, ``w_d``, ``w_u``) are zero. ``compute_dtype`` set to bf16 casts the embedding, and with it
+    every activation, while the parameters keep their dtype; ``None`` computes in the embedding's dtype.
+
+    Args:
+        config: The architecture.
+        implementation: Attention implementation, see :mod:`tnlm.kernels`.
+
+    Source: ``train_gpt2.py`` of loganriggs/modded-nanogpt at d5ce2de; Sharkey 2023, arXiv:2305.03452.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        implementation: str = "auto",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        new = {"dtype": dtype, "device": device}
+        self.config = config
+        self.compute_dtype: torch.dtype | None = None
+        self.embed = Embedding(config.d_vocab, config.d_model, **new)
+        self.hook_embed_raw = nn.Identity()
+        if config.embedding_norm:
+            self.ln_embed = _norm(config)
+        self.hook_embed = nn.Identity()
+        self.blocks = nn.ModuleList(Block(config, **new) for _ in range(config.n_layer))
+        self.ln_final = _norm(config)
+        self.unembed = Unembedding(config.d_vocab, config.d_model, **new)
+        self.set_implementation(implementation)
+
+    def set_implementation(self, implementation: str) -> None:
+        """Choose the attention implementation of every block; see :mod:`tnlm.kernels`."""
+        for block in self.blocks:
+            if block.attn is not None:
+                block.attn.implementation = implementation
+
+    def forward(
+        self, tokens: Int[Tensor, "batch seq"], *, cache: Cache | None = None
+    ) -> Shaped[Tensor, "batch seq d_vocab"]:
+        """Logits after the softcap, in the dtype of the activations.
+
+        Args:
+            tokens: int64 or int32 ids below ``d_vocab``; checked in eager mode on CPU. With ``cache`` only the new ones.
+            cache: Keys and values of the positions before; extended in place.
+
+        Raises:
+            ValueError: ``tokens`` is not 2-D of integers, an id is out of range, or the sequence exceeds ``n_ctx``.
+        """
+        start = 0 if cache is None else cache.length
+        self.check_tokens(tokens, start=start)
+        x = self.run(self.embedding(tokens), start=start, cache=cache)
+        return self.softcap(self.unembed(self.ln_final(x)))
+
+    def embedding(self, tokens: Int[Tensor, "batch seq"]) -> Shaped[Tensor, "batch seq d_model"]:
+        """``x0``: what enters the residual stream, and what x0 mixing mixes with."""
+        x = self.hook_embed_raw(self.embed(tokens))
+        if self.compute_dtype is not None:
+            x = x.to(self.compute_dtype)
+        return self.hook_embed(self.ln_embed(x) if self.config.embedding_norm else x)
+
+    def run(
+        self, x0: Shaped[Tensor, "batch seq d_model"], *, start: int = 0, cache: Cache | None = None
+    ) -> Shaped[Tensor, "batch seq d_model"]:
+        """The residual stream after the last block, from the one before the first; position 0 is ``start``."""
+        config, seq = self.config, x0.shape[1]
+        dtype = getattr(torch, config.rotary_table_dtype)
+        tables = rotary_tables(
+            seq,
+            config.d_qk,
+            base=config.rotary_base,
+            dtype=dtype,
+            device=x0.device,
+            start=start,  # type: ignore[arg-type]
+        )
+        x, v_first = x0, None
+        for i, block in enumerate(self.blocks):
+            x, v = block(x, x0, v_first, tables, None if cache is None else cache.layers[i])
+            v_first = v if config.value_residual else None
+        if cache is not None:
+            cache.advance(seq)
+        return x
+
+    def softcap(self, z: Shaped[Tensor, "... d_vocab"]) -> Shaped[Tensor, "... d_vocab"]:
+        """``c tanh(z / c)``: strictly monotone, not polynomial; the identity when ``logit_softcap`` is None."""
+        cap = self.config.logit_softcap
+        return z if cap is None else cap * torch.tanh(z / cap)
+
+    def check_tokens(self, tokens: Tensor, *, start: int = 0, limit: int | None = None) -> None:
+        """Refuse tokens that forward cannot read; ``limit`` (default ``d_vocab``) bounds the ids.
+
+        Raises:
+            ValueError: Naming the value, its place and the limit.
+        """
+        if tokens.ndim != 2:
+            raise ValueError(
+                f"tokens must be (batch, seq), got shape {tuple(tokens.shape)}; add a batch axis with [None]"
+            )
+        if tokens.dtype not in TOKEN_DTYPES:
+            raise ValueError(f"tokens must be int64 or int32, got {tokens.dtype}; convert with .long() if they are ids")
+        if start + tokens.shape[1] > self.config.n_ctx:
+            raise ValueError(
+                f"a sequence may have at most n_ctx={self.config.n_ctx} tokens, got {start + tokens.shape[1]}; "
+                "shorten it, or load the model with a larger n_ctx in its config"
+            )
+        skip = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tokens)
+        if not skip and tokens.device.type == "cpu" and tokens.numel():
+            check_ids(tokens, self.config.d_vocab if limit is None else limit)
+
+    def extra_repr(self) -> str:
+        return f"{self.config.n_params:,} parameters"
+
+
+def check_ids(tokens: Int[Tensor, "batch seq"], limit: int) -> None:
+    """Refuse ids outside ``[0, limit)``.
+
+    Raises:
+        ValueError: Naming the first bad id, its place and the limit.
+    """
+    bad = (tokens < 0) | (tokens >= limit)
+    if bad.any():
+        row, position = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"token ids must be in [0, {limit}), got {int(tokens[row, position])} at row {row}, position {position}"
+        )
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    return RMSNorm(config.norm_eps) if config.norm == "rms" else NoNorm()
