@@ -1,0 +1,68 @@
+# `make demo` and `make test` are all a newcomer needs; both create .venv and install what they use.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+CONSTRAINTS ?= constraints.txt
+PIP := $(PY) -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8 --dist loadfile
+
+.PHONY: help demo test check check-all test-gpu types lint notebooks docs bench clean
+
+help:
+	@echo "make demo       install, train two nano models on a CPU, compare, decompose one, write an HTML page (minutes)"
+	@echo "make test       install the test tools, run the whole suite (minutes)"
+	@echo "make check      lint, format and types"
+	@echo "make notebooks  execute the notebooks on tiny models"
+	@echo "make docs       build site/ from the docstrings, docs/ and notebooks, offline"
+	@echo "make bench      the CPU benchmarks (tens of minutes)"
+	@echo "make check-all  everything: slow tests, typed run, every kernel target, planted faults, notebooks, docs"
+	@echo "make test-gpu   the tests that need a CUDA device"
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --upgrade pip
+
+$(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing tnlm into $(VENV) (torch and its companions: a few minutes the first time)"
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(PIP) -e ".[test]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	$(PIP) -e ".[dev]"
+	@touch $@
+
+demo: $(VENV)/.base
+	$(PY) -m tnlm.demo
+
+test: $(VENV)/.test
+	$(PYTEST) tests
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.dev
+	$(VENV)/bin/mypy
+
+check: lint types
+
+test-gpu: $(VENV)/.test
+	$(PY) -m pytest -q -m gpu tests
+
+notebooks: $(VENV)/.dev
+	TNLM_NOTEBOOK_TINY=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q --nbmake --nbmake-timeout=600 -n 2 notebooks
+
+docs: $(VENV)/.dev
+	$(PY) docs/build.py
+
+bench: $(VENV)/.test
+	for b in attention loading interp train_step; do OMP_NUM_THREADS=1 $(PY) benchmarks/$$b.py || exit 1; done
+
+check-all: check test notebooks docs
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info site runs demo
