@@ -1,7 +1,11 @@
 """Named points: ``nn.Identity`` submodules called ``hook_*``, free in training, where hooks observe and intervene."""
 
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def listened(*points: nn.Module) -> bool:
@@ -13,3 +17,46 @@ def listened(*points: nn.Module) -> bool:
     if torch.compiler.is_compiling():
         return False
     return any(p._forward_hooks or p._forward_pre_hooks or p._backward_hooks or p._backward_pre_hooks for p in points)
+
+
+@contextmanager
+def intervene(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor | None]]) -> Iterator[None]:
+    """While open, each named point's value passes through its function; ``None`` leaves it unchanged.
+
+    The hooks are removed on the way out, whatever happened inside, and nobody else's are touched.
+
+    Raises:
+        ValueError: A name is not a point of the model (close matches are named), or the model is compiled.
+    """
+    if hasattr(model, "_orig_mod") or any(hasattr(m, "_orig_mod") for m in model.modules()):
+        raise ValueError("hooks do not fire inside a compiled model; pass the eager module it was compiled from")
+    points = {name: module for name, module in model.named_modules() if is_point(name)}
+    for name in edits:
+        if name not in points:
+            close = difflib.get_close_matches(name, points, n=3) or sorted(points)[:3]
+            raise ValueError(f"the model has no point {name!r}; close: {', '.join(close)}")
+    with ExitStack() as stack:
+        for name, edit in edits.items():
+            handle = points[name].register_forward_hook(lambda _module, _inputs, out, edit=edit: edit(out))
+            stack.callback(handle.remove)
+        yield
+
+
+def record(model: nn.Module, tokens: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    """One forward without gradients; the value of each named point, plus ``"logits"``."""
+    values: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[[Tensor], None]:
+        def hook(value: Tensor) -> None:
+            values[name] = value
+
+        return hook
+
+    with torch.no_grad(), intervene(model, {name: keep(name) for name in names}):
+        values["logits"] = model(tokens)
+    return values
+
+
+def is_point(name: str) -> bool:
+    """Whether a module path ends in a named point."""
+    return name.rpartition(".")[2].startswith("hook_")
