@@ -1,0 +1,457 @@
+"""Named-index tensor networks: one einsum each, nested where a result is used more than once.
+
+A `Network` is a product of tensors summed over the indices that its output does not name. opt_einsum plans the
+order of the contraction and runs it; what it does not do is done here: a named input instead of an array, a network
+as an operand of another, equal sizes (opt_einsum lets a size 1 broadcast), a budget that is a cap (its
+``memory_limit`` steers the path and may be passed), and one accumulation dtype.
+"""
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import opt_einsum
+import torch
+from opt_einsum.paths import get_path_fn
+from torch import Tensor
+
+DEFAULT_MAX_BYTES = 2**30
+
+Path = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a contraction will take, known before anything is allocated.
+
+    ``flops`` counts a multiply-add as two; ``largest`` is the number of elements of the largest array that is
+    built, results of nested networks and the output included, and ``bytes`` its size in the accumulation dtype.
+    ``path`` holds one opt_einsum path for every network, nested ones first and this one last: a flat network has
+    exactly one.
+    """
+
+    flops: int
+    largest: int
+    bytes: int
+    path: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        return f"{self.flops:,} FLOPs, largest intermediate {self.largest:,} elements ({self.bytes:,} bytes)"
+
+
+class _Step(NamedTuple):
+    """One network of a plan: its einsum equation, the order of its pairwise contractions, and what they take."""
+
+    network: "Network"
+    equation: str
+    path: Path
+    flops: int
+    largest: int
+
+
+class Network:
+    """A tensor network: operands with named indices, and the indices of the output.
+
+    >>> net = Network([(w_d, "d_out d_hidden"), (w_l, "d_hidden d_in"), ("x", "batch d_in")], "batch d_out")
+    >>> y = net.contract({"x": x})
+
+    Args:
+        operands: Pairs ``(operand, index names)``. An operand is a Tensor, a `Network` (contracted once, however
+            often the same object is used), or a str: the name of an input that is supplied later. One name is one
+            tensor, wherever it stands. Index names are words separated by spaces, or a sequence of str, one per
+            axis.
+        output: The index names of the result, each at most once. Indices that it does not name are summed. An index
+            may stand in any number of operands, and more than once in one operand (its diagonal).
+        name: What error messages call this network.
+
+    Indices are local: an operand that is a Network is known by the names given beside it. Tensors are kept, not
+    copied, so gradients reach them. Everything is contracted in one accumulation dtype, the promotion
+    (``torch.promote_types``) of the dtypes of all tensors and inputs, nested ones included; it does not depend on
+    shapes, and is the dtype of the result.
+
+    Raises:
+        ValueError: Two sizes for one index (size 1 included: nothing broadcasts), a number of names unlike the
+            number of axes, an output index that no operand has, or one that is repeated.
+    """
+
+    def __init__(
+        self,
+        operands: Iterable[tuple["Tensor | Network | str", str | Sequence[str]]],
+        output: str | Sequence[str],
+        *,
+        name: str = "network",
+    ) -> None:
+        self.operands = tuple((operand, _names(indices)) for operand, indices in operands)
+        self.output = _names(output)
+        self.name = name
+        if not self.operands:
+            raise ValueError(f"{name} needs at least one operand, got none")
+        for position, (operand, indices) in enumerate(self.operands):
+            if not isinstance(operand, Tensor | Network | str):
+                raise ValueError(
+                    f"operand {position} of {name} must be a Tensor, a Network or the name of an input, "
+                    f"got {type(operand).__name__}"
+                )
+            rank = _rank(operand)
+            if rank is not None and rank != len(indices):
+                raise ValueError(
+                    f"operand {position} of {name} has {rank} axes but {len(indices)} index names {indices}; "
+                    "separate the names by spaces"
+                )
+        available = {index for _, indices in self.operands for index in indices}
+        if missing := [index for index in self.output if index not in available]:
+            raise ValueError(f"output index {missing[0]!r} of {name} stands in no operand; known: {sorted(available)}")
+        if len(set(self.output)) < len(self.output):
+            raise ValueError(f"an index may stand once in the output of {name}, got {self.output}")
+        self._bind({}, {})
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{name} ({' '.join(indices)})" for name, indices in self.inputs.items())
+        return (
+            f"Network({self.name}: {inputs or 'no inputs'} -> {' '.join(self.output) or 'a scalar'}; "
+            f"{len(self.operands)} operands, {len(self._nodes())} nodes)"
+        )
+
+    @property
+    def inputs(self) -> dict[str, tuple[str, ...]]:
+        """Name and index names of every input, those of nested networks included."""
+        found: dict[str, tuple[str, ...]] = {}
+        for node in self._nodes():
+            for operand, indices in node.operands:
+                if isinstance(operand, str):
+                    found.setdefault(operand, indices)
+        return found
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each index of this network that its tensors already fix."""
+        return self._bind({}, {})[self]
+
+    def cost(self, sizes: Mapping[str, int] | None = None, *, optimize: str | Sequence[Path] = "auto") -> Cost:
+        """FLOPs, memory and path of a contraction, without doing it.
+
+        Args:
+            sizes: Sizes of the indices of this network that only inputs would tell, such as ``{"batch": 2}``.
+            optimize: Name of an opt_einsum optimiser, or the ``path`` of an earlier `Cost` of this network.
+
+        Raises:
+            ValueError: An index of unknown size, or an unknown optimiser.
+        """
+        return self._cost(self._plan(self._bind({}, sizes or {}), optimize), self._dtype({}))
+
+    def contract(
+        self,
+        inputs: Mapping[str, Tensor] | None = None,
+        *,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        optimize: str | Sequence[Path] = "auto",
+    ) -> Tensor:
+        """Contract everything; each nested network once.
+
+        Args:
+            inputs: A tensor for every name in `inputs`, and no other.
+            max_bytes: Bound on the largest array that is built, in bytes of the accumulation dtype. It is checked
+                before anything is allocated. Several arrays, and the copies that a matrix product needs, live at
+                one time.
+            optimize: As in `cost`. Every choice gives equal values up to rounding.
+
+        Returns:
+            The axes of ``output``, in the accumulation dtype; differentiable. With a single operand it may be a
+            view of it.
+
+        Raises:
+            ValueError: Missing or unknown inputs, unequal sizes, tensors on different devices, or an array over
+                ``max_bytes``.
+        """
+        inputs = dict(inputs or {})
+        self._check_inputs(inputs)
+        plan = self._plan(self._bind({name: tuple(t.shape) for name, t in inputs.items()}, {}), optimize)
+        dtype = self._dtype(inputs)
+        self._check_budget(plan, dtype, max_bytes)
+        uses = Counter(
+            operand for node in self._nodes() for operand, _ in node.operands if isinstance(operand, Network)
+        )
+        results: dict[Network, Tensor] = {}
+        for step in plan:
+            tensors = []
+            for operand, _ in step.network.operands:
+                if isinstance(operand, Network):
+                    tensors.append(results[operand])
+                    uses[operand] -= 1
+                    if not uses[operand]:
+                        del results[operand]
+                else:
+                    tensors.append(_tensor(operand, inputs).to(dtype))
+            results[step.network] = opt_einsum.contract(step.equation, *tensors, optimize=step.path, backend="torch")
+        return results[self]
+
+    def compile(
+        self,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        optimize: str = "auto",
+    ) -> Callable[[Mapping[str, Tensor]], Tensor]:
+        """Choose the path once: a function of the inputs that reuses it.
+
+        ``sizes`` are those the path is chosen for, as in `cost`. The function takes other sizes too; equal sizes
+        and ``max_bytes`` are checked in every call, as in `contract`.
+        """
+        return functools.partial(self.contract, max_bytes=max_bytes, optimize=self.cost(sizes, optimize=optimize).path)
+
+    def flatten(self, max_operands: int = 4096) -> "Network":
+        """The same function as one einsum: nested networks are written out, once for every use.
+
+        Indices that a nested network sums get a fresh name for every copy (``d_head``, ``d_head.1``, ...).
+
+        Raises:
+            ValueError: More than ``max_operands`` operands, counted before anything is written out. The count grows
+                as the power of the depth that the degree of a layer is; `contract` needs no copies.
+        """
+        count = self._count()
+        if count > max_operands:
+            raise ValueError(
+                f"{self.name} as one einsum has {count:,} operands, over max_operands={max_operands:,}; "
+                "contract the nested network, which computes each shared node once"
+            )
+        fresh: dict[str, itertools.count[int]] = {}
+
+        def rename(index: str) -> str:
+            number = next(fresh.setdefault(index, itertools.count()))
+            return f"{index}.{number}" if number else index
+
+        operands: list[tuple[Tensor | str, tuple[str, ...]]] = []
+
+        def expand(network: Network, bound: dict[str, str]) -> None:
+            for operand, indices in network.operands:
+                for index in indices:
+                    if index not in bound:
+                        bound[index] = rename(index)
+                outer = tuple(bound[index] for index in indices)
+                if isinstance(operand, Network):
+                    expand(operand, dict(zip(operand.output, outer, strict=True)))
+                else:
+                    operands.append((operand, outer))
+
+        expand(self, {index: rename(index) for index in self.output})
+        return Network(operands, self.output, name=self.name)
+
+    def args(self, **inputs: Tensor) -> list[Any]:
+        """opt_einsum's interleaved arguments: ``opt_einsum.contract(*net.args(x=x))`` equals ``net.contract({"x":
+        x})``.
+
+        Names that are no Python identifiers are passed as ``net.args(**{"ln1.hook_scale": r})``.
+
+        Raises:
+            ValueError: A nested network (flatten it first), or what `contract` refuses about inputs and sizes.
+        """
+        if any(isinstance(operand, Network) for operand, _ in self.operands):
+            raise ValueError(f"{self.name} holds nested networks; call flatten().args(...) to have one einsum")
+        self._check_inputs(inputs)
+        self._bind({name: tuple(t.shape) for name, t in inputs.items()}, {})
+        dtype = self._dtype(inputs)
+        arguments: list[Any] = []
+        for operand, indices in self.operands:
+            arguments += [_tensor(operand, inputs).to(dtype), list(indices)]
+        return [*arguments, list(self.output)]
+
+    def to_quimb(self, **inputs: Tensor) -> Any:
+        """A ``quimb.tensor.TensorNetwork`` of the flat network, one tensor per operand, for drawing or compression.
+
+        Contract it with ``output_inds=net.output``: quimb would otherwise sum an index that stands in several
+        tensors.
+
+        Raises:
+            ImportError: quimb is not installed.
+            ValueError: As `args`.
+        """
+        try:
+            import quimb.tensor
+        except ImportError as error:
+            raise ImportError('to_quimb needs quimb, which is optional: pip install "tnlm[quimb]"') from error
+        *arguments, _ = self.args(**inputs)
+        pairs = zip(arguments[::2], arguments[1::2], strict=True)
+        return quimb.tensor.TensorNetwork([quimb.tensor.Tensor(data, inds=indices) for data, indices in pairs])
+
+    def _nodes(self) -> list["Network"]:
+        """This network and those below it, each once, operands before their users."""
+        order: dict[Network, None] = {}
+
+        def visit(network: Network) -> None:
+            if network not in order:
+                for operand, _ in network.operands:
+                    if isinstance(operand, Network):
+                        visit(operand)
+                order[network] = None
+
+        visit(self)
+        return list(order)
+
+    def _count(self) -> int:
+        """Operands of the flat network, without building it."""
+        counts: dict[Network, int] = {}
+        for node in self._nodes():
+            counts[node] = sum(counts[op] if isinstance(op, Network) else 1 for op, _ in node.operands)
+        return counts[self]
+
+    def _bind(self, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> dict["Network", dict[str, int]]:
+        """Known size of every index of every node; a ValueError where one index has two sizes.
+
+        The same index is met under many names: inside and outside a nested network, and on the axes of an input
+            that stands in several places. Those are merged into one class each, and a class has one size.
+        """
+        classes = _Classes()
+        for node in self._nodes():
+            for position, (operand, indices) in enumerate(node.operands):
+                where = f"operand {position} of {node.name} ({' '.join(indices)})"
+                for axis, index in enumerate(indices):
+                    if isinstance(operand, Tensor):
+                        classes.assign((node, index), operand.shape[axis], where)
+                    elif isinstance(operand, Network):
+                        classes.merge((node, index), (operand, operand.output[axis]))
+                    else:
+                        classes.merge((node, index), (operand, axis))
+        for name, shape in shapes.items():
+            for axis, size in enumerate(shape):
+                classes.assign((name, axis), size, f"input {name!r} of shape {shape}")
+        for index, size in sizes.items():
+            if not any(index in indices for _, indices in self.operands):
+                raise ValueError(f"sizes names index {index!r}, which {self.name} does not have")
+            classes.assign((self, index), size, "sizes")
+        bound: dict[Network, dict[str, int]] = {}
+        for node in self._nodes():
+            names = {index for _, indices in node.operands for index in indices}
+            found = ((index, classes.size((node, index))) for index in names)
+            bound[node] = {index: size for index, size in found if size is not None}
+        return bound
+
+    def _plan(self, sizes: Mapping["Network", Mapping[str, int]], optimize: str | Sequence[Path]) -> list[_Step]:
+        nodes = self._nodes()
+        for node in reversed(nodes):
+            for index in (index for _, indices in node.operands for index in indices):
+                if index not in sizes[node]:
+                    raise ValueError(f"size of {index!r} in {node.name} is unknown; pass sizes={{{index!r}: ...}}")
+        if isinstance(optimize, str):
+            try:
+                get_path_fn(optimize)
+            except KeyError as error:
+                raise ValueError(
+                    f"optimize must name an opt_einsum optimiser, got {optimize!r}: {error.args[0]}"
+                ) from None
+            choices: list[Any] = [optimize] * len(nodes)
+        elif len(optimize) == len(nodes):
+            choices = list(optimize)
+        else:
+            raise ValueError(
+                f"optimize must be the name of an optimiser or one path for each of the {len(nodes)} nodes of "
+                f"{self.name}, as in cost().path; got {len(optimize)} paths"
+            )
+        return [_step(node, sizes[node], choice) for node, choice in zip(nodes, choices, strict=True)]
+
+    def _cost(self, plan: Sequence[_Step], dtype: torch.dtype) -> Cost:
+        largest = max(step.largest for step in plan)
+        flops = sum(step.flops for step in plan)
+        return Cost(flops, largest, largest * dtype.itemsize, tuple(step.path for step in plan))
+
+    def _check_budget(self, plan: Sequence[_Step], dtype: torch.dtype, max_bytes: int) -> None:
+        worst = max(plan, key=lambda step: step.largest)
+        needed = worst.largest * dtype.itemsize
+        if needed > max_bytes:
+            where = self.name if worst.network is self else f"{worst.network.name} inside {self.name}"
+            raise ValueError(
+                f"contracting {where} builds an array of {worst.largest:,} elements ({needed:,} bytes in {dtype}), "
+                f"over max_bytes={max_bytes:,}; raise max_bytes, choose another optimize, or contract a smaller part"
+            )
+
+    def _check_inputs(self, inputs: Mapping[str, Tensor]) -> None:
+        wanted = self.inputs
+        if set(inputs) != set(wanted):
+            missing = ", ".join(name for name in wanted if name not in inputs) or "none"
+            unknown = ", ".join(name for name in inputs if name not in wanted) or "none"
+            raise ValueError(f"{self.name} takes inputs {list(wanted)}: missing {missing}; unknown {unknown}")
+        for name, tensor in inputs.items():
+            if not isinstance(tensor, Tensor) or tensor.ndim != len(wanted[name]):
+                got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise ValueError(
+                    f"input {name!r} of {self.name} must be a tensor ({' '.join(wanted[name])}), got {got}"
+                )
+        devices = {tensor.device for tensor in self._tensors(inputs)}
+        if len(devices) > 1:
+            raise ValueError(f"all tensors of {self.name} must be on one device, got {sorted(map(str, devices))}")
+
+    def _tensors(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        constants = [operand for node in self._nodes() for operand, _ in node.operands if isinstance(operand, Tensor)]
+        return [*constants, *inputs.values()]
+
+    def _dtype(self, inputs: Mapping[str, Tensor]) -> torch.dtype:
+        """Accumulation dtype. Without any tensor (a cost of inputs alone) it is torch's default."""
+        dtypes = [tensor.dtype for tensor in self._tensors(inputs)] or [torch.get_default_dtype()]
+        return functools.reduce(torch.promote_types, dtypes)
+
+
+class _Classes:
+    """Disjoint sets of indices that must agree, each with at most one size and the place that fixed it."""
+
+    def __init__(self) -> None:
+        self._parent: dict[tuple[Any, Any], tuple[Any, Any]] = {}
+        self._fixed: dict[tuple[Any, Any], tuple[int, str]] = {}
+
+    def _find(self, item: tuple[Any, Any]) -> tuple[Any, Any]:
+        while (parent := self._parent.setdefault(item, item)) != item:
+            self._parent[item] = self._parent[parent]
+            item = parent
+        return item
+
+    def size(self, item: tuple[Any, Any]) -> int | None:
+        return self._fixed.get(self._find(item), (None, ""))[0]
+
+    def assign(self, item: tuple[Any, Any], size: int, where: str) -> None:
+        root = self._find(item)
+        known, place = self._fixed.setdefault(root, (size, where))
+        if known != size:
+            raise ValueError(
+                f"index {item[1]!r} has size {size} in {where} but size {known} in {place}; "
+                "a shared index needs one size, and a size of 1 does not broadcast"
+            )
+
+    def merge(self, item: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+        root, target = self._find(item), self._find(other)
+        self._parent[root] = target
+        if root != target and root in self._fixed:
+            self.assign(item, *self._fixed.pop(root))
+
+
+def _names(indices: str | Sequence[str]) -> tuple[str, ...]:
+    return tuple(indices.split()) if isinstance(indices, str) else tuple(indices)
+
+
+def _rank(operand: Tensor | Network | str) -> int | None:
+    """Number of axes; None for an input, which has as many as it is given names."""
+    if isinstance(operand, Tensor):
+        return operand.ndim
+    return len(operand.output) if isinstance(operand, Network) else None
+
+
+def _tensor(operand: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    return inputs[operand] if isinstance(operand, str) else operand
+
+
+def _step(network: Network, sizes: Mapping[str, int], optimize: Any) -> _Step:
+    """Plan one network. The optimisers never see a size 0, by which their cost models would divide."""
+    indices = list(dict.fromkeys(index for _, names in network.operands for index in names))
+    symbol = {index: opt_einsum.get_symbol(number) for number, index in enumerate(indices)}
+    terms = ["".join(symbol[index] for index in names) for _, names in network.operands]
+    equation = f"{','.join(terms)}->{''.join(symbol[index] for index in network.output)}"
+    shapes = [tuple(sizes[index] for index in names) for _, names in network.operands]
+    planned = [tuple(max(size, 1) for size in shape) for shape in shapes]
+    path, _ = opt_einsum.contract_path(equation, *planned, shapes=True, optimize=optimize)
+    if wide := [step for step in path if len(step) > 2]:
+        raise ValueError(
+            f"a path may contract two operands at a time, got {wide[0]} for {network.name}: torch would choose "
+            "the order inside such a step, and its memory could not be foreseen"
+        )
+    _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=path)
+    return _Step(network, equation, tuple(map(tuple, path)), int(info.opt_cost), int(info.largest_intermediate))
