@@ -123,21 +123,27 @@ class Transformer(nn.Module):
                 block.attn.implementation = implementation
 
     def forward(
-        self, tokens: Int[Tensor, "batch seq"], *, cache: Cache | None = None
-    ) -> Shaped[Tensor, "batch seq d_vocab"]:
+        self, tokens: Int[Tensor, "batch seq"], *, cache: Cache | None = None, last: bool = False
+    ) -> Shaped[Tensor, "batch seq_out d_vocab"]:
         """Logits after the softcap, in the dtype of the activations.
 
         Args:
             tokens: int64 or int32 ids below ``d_vocab``; checked in eager mode on CPU. With ``cache`` only the new ones.
-            cache: Keys and values of the positions before; extended in place.
+            cache: What the positions before left; extended in place.
+            last: Only the logits of the last position, ``(batch, 1, d_vocab)``: all that generation reads.
 
         Raises:
             ValueError: ``tokens`` is not 2-D of integers, an id is out of range, or the sequence exceeds ``n_ctx``.
         """
+        return self.softcap(self.pre_softcap(tokens, cache=cache))
+
+    def pre_softcap(
+        self, tokens: Int[Tensor, "batch seq"], *, cache: Cache | None = None
+    ) -> Shaped[Tensor, "batch seq d_vocab"]:
+        """Logits before the softcap: linear in the final residual given its norm, so the ones to attribute."""
         start = 0 if cache is None else cache.length
         self.check_tokens(tokens, start=start)
-        x = self.run(self.embedding(tokens), start=start, cache=cache)
-        return self.softcap(self.unembed(self.ln_final(x)))
+        return self.unembed(self.ln_final(self.run(self.embedding(tokens), start=start, cache=cache)))
 
     def embedding(self, tokens: Int[Tensor, "batch seq"]) -> Shaped[Tensor, "batch seq d_model"]:
         """``x0``: what enters the residual stream, and what x0 mixing mixes with."""
@@ -190,7 +196,11 @@ class Transformer(nn.Module):
                 f"a sequence may have at most n_ctx={self.config.n_ctx} tokens, got {start + tokens.shape[1]}; "
                 "shorten it, or load the model with a larger n_ctx in its config"
             )
-        skip = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tokens)
+        skip = (
+            torch.compiler.is_compiling()
+            or type(tokens) is not Tensor  # fake tensors have no values
+            or torch._C._functorch.is_functorch_wrapped_tensor(tokens)
+        )
         if not skip and tokens.device.type == "cpu" and tokens.numel():
             check_ids(tokens, self.config.d_vocab if limit is None else limit)
 
