@@ -1,0 +1,131 @@
+"""Ranks: what torchrun says about them, whether the batch divides over them, and the few collectives of the loop.
+
+Parsing and validation import no torch and allocate nothing, so a wrong launch fails before anything is built.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=10)
+"""Of every collective: a lost rank is an error, never a hang."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def main(self) -> bool:
+        """Whether this rank writes files and prints."""
+        return self.rank == 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "World":
+        """Read ``WORLD_SIZE``, ``RANK`` and ``LOCAL_RANK`` as torchrun sets them; one process when none is set.
+
+        Raises:
+            ValueError: One is missing, no integer, or out of range.
+        """
+        names = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+        given = {name: environment[name] for name in names if name in environment}
+        if not given:
+            return cls()
+        if "WORLD_SIZE" not in given or "RANK" not in given:
+            missing = " and ".join(n for n in names[:2] if n not in given)
+            raise ValueError(
+                f"torchrun sets WORLD_SIZE, RANK and LOCAL_RANK together, got {given} without {missing}; "
+                "start with torchrun, or unset them all for one process"
+            )
+        values = {}
+        for name, text in given.items():
+            if not text.strip().isdecimal():
+                raise ValueError(f"{name} must be an integer >= 0, got {text!r}")
+            values[name] = int(text)
+        size, rank = values["WORLD_SIZE"], values["RANK"]
+        if size < 1:
+            raise ValueError(f"WORLD_SIZE must be at least 1, got {size}")
+        if rank >= size:
+            raise ValueError(f"RANK must be below WORLD_SIZE, got RANK={rank}, WORLD_SIZE={size}")
+        missing = [n for n in ("MASTER_ADDR", "MASTER_PORT") if n not in environment]
+        if size > 1 and missing:
+            raise ValueError(f"{size} ranks need {' and '.join(missing)}; start with torchrun, which sets them")
+        return cls(rank=rank, size=size, local_rank=values.get("LOCAL_RANK", 0))
+
+
+def accumulation(*, batch: int, micro_batch: int, world_size: int) -> int:
+    """Micro-batches per rank and step, so that ``batch = micro_batch * world_size * accumulation``.
+
+    Raises:
+        ValueError: The batch does not divide; names the three numbers and the nearest batch that does.
+    """
+    together = micro_batch * world_size
+    if batch % together:
+        below, above = batch // together * together, -(-batch // together) * together
+        nearest = above if below == 0 or above - batch < batch - below else below
+        raise ValueError(
+            f"batch must be a multiple of micro_batch * ranks, got batch={batch}, micro_batch={micro_batch}, "
+            f"ranks={world_size} ({together} sequences at a time); the nearest valid batch is {nearest}, "
+            f"or choose a micro_batch that divides {batch}/{world_size}"
+        )
+    return batch // together
+
+
+@contextmanager
+def process_group(world: World, device: "torch.device") -> Iterator[None]:
+    """Join the ranks for the duration: gloo on CPU, nccl (and gloo for CPU tensors) on CUDA; nothing for one process."""
+    if world.size == 1:
+        yield
+        return
+    import torch
+    import torch.distributed as dist
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sum_over_ranks(values: "torch.Tensor", world: World) -> "torch.Tensor":
+    """The sum of ``values`` over all ranks, in place; every rank calls it."""
+    if world.size > 1:
+        import torch.distributed as dist
+
+        dist.all_reduce(values)
+    return values
+
+
+def barrier(world: World) -> None:
+    """Wait for every rank."""
+    if world.size > 1:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def from_main(value: T, world: World) -> T:
+    """Rank 0's ``value`` on every rank."""
+    if world.size == 1:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]

@@ -1,0 +1,202 @@
+"""What a run reports: ``metrics.jsonl``, the source of truth, and its views: terminal, tracker. Imports no torch.
+
+One JSON object per line. ``step`` counts updates done, so ``train`` at step 1 is the loss of the first update and ``val`` at
+step 0 that of the fresh model:
+
+- ``start``, ``resume``: what the run depends on beyond its configuration: data, tokenizer, sizes, versions;
+- ``train``: ``step tokens loss lr mu grad_norm dt`` and, at log steps, ``tok_s mfu max_mem``; ``lr`` is the schedule's
+  factor, ``loss`` the mean over ranks and micro-batches in nats per token, ``dt`` seconds, ``max_mem`` bytes;
+- ``val``: ``step tokens loss bits_per_byte buckets val_tokens dt``;
+- ``save``, ``sample``, ``end``.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+PEAK_FLOPS: dict[str, float] = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+}
+"""Dense bf16 FLOP/s by the start of the device's name, the longest match counting; from the makers' data sheets."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak dense bf16 FLOP/s, or None for a device not in :data:`PEAK_FLOPS`."""
+    matches = [name for name in PEAK_FLOPS if device_name.startswith(name)]
+    return PEAK_FLOPS[max(matches, key=len)] if matches else None
+
+
+class MetricsLog:
+    """Append-only events of one run; every line is flushed, and synced to disk at evaluations and saves."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, kind: str, **values: Any) -> None:
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._file.flush()
+        if kind != "train":
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All events; a last line cut short by a kill is left out.
+
+    Raises:
+        ValueError: Another line is no JSON object.
+    """
+    events = []
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path} line {number} must be a JSON object, got {line[:80]!r}") from None
+    return events
+
+
+def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the events after ``step``, which a resumed run will write again; returns those that stay."""
+    kept = [event for event in read_metrics(path) if event.get("step", 0) <= step and event["kind"] != "end"]
+    part = path.with_name(f".{path.name}.part")
+    part.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
+    part.replace(path)
+    return kept
+
+
+class TrackerRun(Protocol):
+    """What trackio and wandb share."""
+
+    def log(self, values: dict[str, Any], /) -> Any: ...
+    def finish(self) -> Any: ...
+
+
+class Tracking:
+    """Forwards events to trackio or wandb. A tracker's failure is one warning and the end of tracking, never of training."""
+
+    def __init__(self, name: str, *, project: str, run: str, config: Mapping[str, Any]) -> None:
+        self._run: TrackerRun | None = None
+        if name != "none":
+            self._guard(lambda: self._start(name, project, run, config))
+
+    def _start(self, name: str, project: str, run: str, config: Mapping[str, Any]) -> None:
+        import importlib
+
+        module = importlib.import_module(name)
+        self._run = module.init(project=project, name=run, config=dict(config))
+
+    def log(self, kind: str, values: Mapping[str, Any]) -> None:
+        numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
+        if self._run is not None:
+            self._guard(lambda: self._run.log(numbers))  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._guard(self._run.finish)
+
+    def _guard(self, action: Any) -> None:
+        try:
+            action()
+        except Exception as error:
+            print(f"tracking stopped: {type(error).__name__}: {error}", file=sys.stderr)
+            self._run = None
+
+
+class Progress:
+    """A bar on a terminal, one plain line per log interval elsewhere; both on stderr."""
+
+    def __init__(self, *, steps: int, start: int, enabled: bool) -> None:
+        self.steps, self.enabled = steps, enabled
+        self._bar = None
+        if enabled and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task("", total=steps, completed=start)
+            self._bar.start()
+
+    def train(self, event: Mapping[str, Any], *, eta: float | None) -> None:
+        speed = f"{_si(event['tok_s'])} tok/s" if event.get("tok_s") else ""
+        use = f"mfu {event['mfu']:.0%}" if event.get("mfu") else ""
+        if self._bar is not None:
+            text = "  ".join(filter(None, (f"loss {event['loss']:.4f}", speed, use)))
+            self._bar.update(self._task, completed=event["step"], description=text)
+            return
+        left = f"eta {_clock(eta)}" if eta is not None else ""
+        head = f"step {event['step']}/{self.steps}"
+        self.say("  ".join(filter(None, (head, f"loss {event['loss']:.4f}", f"lr {event['lr']:.2f}", speed, use, left))))
+
+    def say(self, text: str) -> None:
+        if not self.enabled:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class Speed:
+    """Tokens per second and remaining time, from the steps since this process began; evaluations do not count."""
+
+    def __init__(self) -> None:
+        self.seconds, self.steps = 0.0, 0
+        self._began = time.perf_counter()
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop(self) -> float:
+        """Seconds of the step that :meth:`start` began."""
+        dt = time.perf_counter() - self._began
+        # the first step compiles and warms up: it would spoil the mean
+        self.seconds, self.steps = (dt, 1) if self.steps <= 1 else (self.seconds + dt, self.steps + 1)
+        return dt
+
+    def per_step(self) -> float:
+        return self.seconds / max(self.steps, 1)
+
+
+def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float:
+    """``loss / ln 2 * tokens / bytes`` for ``loss`` in nats per token."""
+    return loss / math.log(2) * tokens / n_bytes
+
+
+def _si(value: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.2f}{unit}"
+    return f"{value:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, secs = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
