@@ -4,5 +4,6 @@
 """
 
 from tnlm.kernels.dispatch import IMPLEMENTATIONS, Implementation, bilinear_attention, squared_attention
+from tnlm.kernels.recurrent import State
 
-__all__ = ["IMPLEMENTATIONS", "Implementation", "bilinear_attention", "squared_attention"]
+__all__ = ["IMPLEMENTATIONS", "Implementation", "State", "bilinear_attention", "squared_attention"]

@@ -1,15 +1,25 @@
 """The public functions: check the arguments, settle the dtype, choose an implementation."""
 
+import importlib.util
+import os
+import warnings
+from functools import cache
 from typing import Literal, get_args
 
 import torch
 from jaxtyping import Inexact
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
-from tnlm.kernels import eager
+from tnlm.kernels import eager, ops, recurrent, tiles
+from tnlm.kernels.precision import CASTABLE, autocast_active, without_autocast
 
-Implementation = Literal["auto", "eager"]
+Implementation = Literal["auto", "eager", "chunked", "recurrent", "triton"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
+
+EAGER_MAX_SEQ_Q = 256
+"""On a CPU, up to here "auto" takes eager: blocks of queries gain nothing yet (``benchmarks/attention.py``)."""
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def bilinear_attention(
@@ -32,16 +42,16 @@ def bilinear_attention(
         v: Values; ``d_v`` may differ from ``d_qk``.
         causal: Aligned bottom-right: the last query sees every key (torch's ``is_causal`` is top-left).
         scale: Factor of every score; None is ``1 / d_qk**2``, that is ``1 / d_qk`` per dot product.
-        implementation: One of `IMPLEMENTATIONS`. A named one runs or raises; only "auto" chooses.
+        implementation: A named one runs or raises with the reason; only "auto" chooses (`choose`).
 
     Returns:
-        Contiguous, in the dtype of ``v`` (under autocast, in the autocast dtype). Sums are formed in float32.
+        Contiguous, in the dtype of ``v`` (under autocast, in the autocast dtype). Half types are summed in float32.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit together, or a named implementation cannot run.
+        ValueError: Shapes, dtypes or devices do not fit together, or the named implementation cannot run.
     """
-    args = _settle({"q1": q1, "k1": k1, "q2": q2, "k2": k2, "v": v})
-    return _run("bilinear", args, causal=causal, scale=scale, implementation=implementation)
+    operands = _settle({"q1": q1, "k1": k1, "q2": q2, "k2": k2, "v": v})
+    return _run("bilinear", operands, causal, scale, implementation)
 
 
 def squared_attention(
@@ -57,49 +67,99 @@ def squared_attention(
 
     Arguments, result and errors are those of `bilinear_attention`.
     """
-    args = _settle({"q": q, "k": k, "v": v})
-    return _run("squared", args, causal=causal, scale=scale, implementation=implementation)
+    return _run("squared", _settle({"q": q, "k": k, "v": v}), causal, scale, implementation)
 
 
-def _run(
-    kind: str, args: dict[str, Tensor], *, causal: bool, scale: float | None, implementation: str
-) -> Tensor:
-    """Check, choose, call; `args` ends with the values and begins with the first query."""
-    _check(args)
-    q, v = next(iter(args.values())), args["v"]
-    if scale is None:
-        scale = 1.0 / q.shape[-1] ** 2
+def choose(q: Tensor, v: Tensor) -> str:
+    """What "auto" runs for these operands; `recurrent` never, since its rounding differs.
+
+    1. complex, float64, or inside a ``torch.func`` transform or forward-mode AD: eager
+    2. CUDA or ROCm with triton and a row in `tnlm.kernels.tiles` for the GPU, dtype and widths: triton
+    3. other devices up to 256 queries: eager
+    4. everything else: chunked
+    """
+    if q.dtype not in CASTABLE or _transformed(q, v):
+        return "eager"
+    if q.device.type == "cuda":
+        reason = _why_not("triton", {"q": q, "v": v})
+        if reason is None:
+            return "triton"
+        if not torch.compiler.is_compiling():
+            _notice(f'attention runs chunked: implementation="triton" {reason}')
+        return "chunked"
+    return "eager" if q.shape[1] <= EAGER_MAX_SEQ_Q else "chunked"
+
+
+def _run(kind: str, operands: dict[str, Tensor], causal: bool, scale: float | None, implementation: str) -> Tensor:
+    """Check, choose and call; `operands` begins with the first query and ends with the values."""
+    _check(operands)
+    q, v = next(iter(operands.values())), operands["v"]
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    function = eager.bilinear if kind == "bilinear" else eager.squared
-    if not _autocast(v.device.type):
-        return function(*args.values(), causal=causal, scale=scale)
-    with torch.autocast(v.device.type, enabled=False):
-        return function(*args.values(), causal=causal, scale=scale)
+    if implementation == "auto":
+        implementation = choose(q, v)
+    elif reason := _why_not(implementation, operands):
+        raise ValueError(f'implementation="{implementation}" {reason}')
+    scale = 1.0 / q.shape[3] ** 2 if scale is None else float(scale)
+    if implementation in ("chunked", "triton"):
+        op = ops.bilinear_fwd if kind == "bilinear" else ops.squared_fwd
+        return op(*operands.values(), causal, scale, implementation)
+    function = getattr(recurrent if implementation == "recurrent" else eager, kind)
+    with without_autocast(v.device.type):
+        return function(*operands.values(), causal=causal, scale=scale)
 
 
-def _settle(args: dict[str, Tensor]) -> dict[str, Tensor]:
+def _why_not(implementation: str, operands: dict[str, Tensor]) -> str | None:
+    """The reason why an implementation cannot take these operands, with the way out; None when it can."""
+    q, v = next(iter(operands.values())), operands["v"]
+    if implementation in ("eager", "recurrent"):
+        return None
+    if _transformed(*operands.values()):
+        return 'cannot run inside torch.func transforms or forward-mode AD; use "eager", or "auto"'
+    if implementation == "chunked":
+        return f'needs a real dtype, got {v.dtype}; use "eager"' if v.is_complex() else None
+    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f'needs a CUDA tensor, got {q.device.type}; use "chunked", or "auto" to choose by device'
+    if not TRITON_INSTALLED:
+        return 'needs the package triton, which is not installed; use "chunked", or "auto"'
+    if v.dtype not in CASTABLE:
+        return f'needs float32, float16 or bfloat16, got {v.dtype}; use "eager"'
+    return tiles.why_not(tiles.target_of(q.device), v.dtype, q.shape[3], v.shape[3])
+
+
+def _settle(operands: dict[str, Tensor]) -> dict[str, Tensor]:
     """Under autocast, cast every operand to its dtype: autocast reaches no custom operator by itself."""
-    device = args["v"].device.type
-    if not _autocast(device):
-        return args
+    device = operands["v"].device.type
+    if not autocast_active(device):
+        return operands
     dtype = torch.get_autocast_dtype(device)
-    castable = (torch.float32, torch.float16, torch.bfloat16)
-    return {name: x.to(dtype) if x.dtype in castable else x for name, x in args.items()}
+    return {name: x.to(dtype) if x.dtype in CASTABLE else x for name, x in operands.items()}
 
 
-def _autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+def _transformed(*tensors: Tensor) -> bool:
+    """True inside vmap, grad, jvp and the like: custom operators fail there or, worse, drop the tangent."""
+    if torch.compiler.is_compiling():
+        return False
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return any(wrapped(x) or unpack_dual(x).tangent is not None for x in tensors)
 
 
-def _check(args: dict[str, Tensor]) -> None:
-    """Shapes, dtypes and devices that must agree, each error with the name of what does not."""
-    for name, x in args.items():
+@cache
+def _notice(message: str) -> None:
+    """Warn once per process and reason that "auto" takes the slower path on a GPU."""
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _check(operands: dict[str, Tensor]) -> None:
+    """Shapes, dtypes and devices that must agree; each error names what does not."""
+    for name, x in operands.items():
         if x.ndim != 4:
             raise ValueError(f"{name} must be (batch, seq, n_head, d), got shape {tuple(x.shape)}")
-    first, q = next(iter(args.items()))
-    v = args["v"]
-    for name, x in args.items():
+    first, q = next(iter(operands.items()))
+    v = operands["v"]
+    if not (v.is_floating_point() or v.is_complex()):
+        raise ValueError(f"v must be floating or complex, got {v.dtype}; cast it")
+    for name, x in operands.items():
         if x.dtype != v.dtype:
             raise ValueError(f"{name} must have the dtype of v, got {name}={x.dtype}, v={v.dtype}; cast one")
         if x.device != v.device:
@@ -107,12 +167,10 @@ def _check(args: dict[str, Tensor]) -> None:
         of, like = (first, q) if name.startswith("q") else ("v", v)
         if (x.shape[0], x.shape[2]) != (v.shape[0], v.shape[2]) or x.shape[1] != like.shape[1]:
             raise ValueError(
-                f"{name} must share batch, n_head and seq with {of}, got {name}={tuple(x.shape)}, "
-                f"{of}={tuple(like.shape)}"
+                f"{name} must share batch and n_head with v and seq with {of}, "
+                f"got {name}={tuple(x.shape)}, v={tuple(v.shape)}, {of}={tuple(like.shape)}"
             )
         if name != "v" and x.shape[3] != q.shape[3]:
-            raise ValueError(f"{name} must have d_qk={q.shape[3]} as {first}, got {name}={tuple(x.shape)}")
-    if not (v.is_floating_point() or v.is_complex()):
-        raise ValueError(f"attention needs floating or complex tensors, got {v.dtype}")
+            raise ValueError(f"{name} must have the d_qk of {first}, got {x.shape[3]} and {q.shape[3]}")
     if q.shape[3] == 0:
         raise ValueError(f"d_qk must be at least 1, got {first}={tuple(q.shape)}")

@@ -8,12 +8,7 @@ import torch
 from jaxtyping import Bool, Inexact
 from torch import Tensor
 
-FP16_MAX = torch.finfo(torch.float16).max
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which scores and sums are formed: float32 for the half types, else the input's own."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+from tnlm.kernels.precision import accumulation_dtype, narrow
 
 
 def causal_mask(seq_q: int, seq_k: int, device: torch.device) -> Bool[Tensor, "seq_q seq_k"]:
@@ -66,23 +61,3 @@ def _attend(product: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor
 def _heads_first(x: Tensor) -> Tensor:
     """(batch, seq, n_head, d) to a packed (batch, n_head, seq, d), no bit depends on the strides of x."""
     return x.to(accumulation_dtype(x.dtype)).transpose(1, 2).contiguous()
-
-
-def narrow(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to ``dtype``. On a CPU a finite value that float16 cannot hold raises instead of becoming inf.
-
-    The check reads values, so it is silent where there are none: compilation, fake tensors, transforms.
-    """
-    if dtype == torch.float16 and out.device.type == "cpu" and not torch.compiler.is_compiling():
-        concrete = type(out) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(out)
-        if concrete and out.numel():
-            _refuse_overflow(out.detach().abs().nan_to_num(posinf=0.0).amax().item())
-    return out.to(dtype)
-
-
-def _refuse_overflow(largest: float) -> None:
-    if largest > FP16_MAX:
-        raise ValueError(
-            f"the attention output must fit float16 (|x| <= {FP16_MAX:.0f}), got {largest:.6g}: without softmax "
-            "nothing bounds the scores; use bfloat16 or float32, a smaller scale, or normed q and k"
-        )

@@ -1,0 +1,113 @@
+"""Chunked and Triton attention as PyTorch operators: fake kernels, autograd and FLOP counts.
+
+Two opaque operators per function, forward and backward, so that ``torch.compile(fullgraph=True)`` traces through
+them. Outputs are fresh and contiguous. PyTorch runs such operators under no ``torch.func`` transform, and these
+have no double backward; `tnlm.kernels.eager` has both.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from tnlm.kernels import chunked
+
+
+def _module(implementation: str) -> ModuleType:
+    if implementation == "triton":
+        from tnlm.kernels import triton_launch
+
+        return triton_launch
+    return chunked
+
+
+@torch.library.custom_op("tnlm::bilinear_attn_fwd", mutates_args=())
+def bilinear_fwd(
+    q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, causal: bool, scale: float, implementation: str
+) -> Tensor:
+    return _module(implementation).bilinear_forward(q1, k1, q2, k2, v, causal, scale)
+
+
+@torch.library.custom_op("tnlm::bilinear_attn_bwd", mutates_args=())
+def bilinear_bwd(
+    grad: Tensor,
+    q1: Tensor,
+    k1: Tensor,
+    q2: Tensor,
+    k2: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _module(implementation).bilinear_backward(grad, q1, k1, q2, k2, v, causal, scale)
+
+
+@torch.library.custom_op("tnlm::squared_attn_fwd", mutates_args=())
+def squared_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str) -> Tensor:
+    return _module(implementation).squared_forward(q, k, v, causal, scale)
+
+
+@torch.library.custom_op("tnlm::squared_attn_bwd", mutates_args=())
+def squared_bwd(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _module(implementation).squared_backward(grad, q, k, v, causal, scale)
+
+
+def causal_pairs(seq_q: int, seq_k: int, causal: bool) -> int:
+    """Number of (query, key) pairs that attend, per head; bottom-right aligned when causal."""
+    if not causal:
+        return seq_q * seq_k
+    rows = min(seq_q, seq_k)
+    return rows * seq_k - rows * (rows - 1) // 2
+
+
+def _register(forward: Callable, backward: Callable, n_factors: int) -> None:
+    """Fake kernels, autograd and FLOP formulas of one pair; operands are ``2 * n_factors`` tensors and v."""
+    n_operands = 2 * n_factors + 1
+
+    @forward.register_fake
+    def _(*args):
+        q, v = args[0], args[n_operands - 1]
+        return v.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+
+    @backward.register_fake
+    def _(*args):
+        return tuple(x.new_empty(x.shape) for x in args[1 : 1 + n_operands])
+
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:n_operands])
+        ctx.options = inputs[n_operands:]
+
+    def differentiate(ctx, grad):
+        return *backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None
+
+    forward.register_autograd(differentiate, setup_context=setup_context)
+
+    def refuse(ctx, *grads):
+        raise NotImplementedError(
+            'chunked and triton attention have no double backward; use implementation="eager", which has it'
+        )
+
+    backward.register_autograd(refuse)
+
+    def flops(q_shape, v_shape, causal, qk_matmuls, v_matmuls):
+        batch, seq_q, n_head, d_qk = q_shape
+        pairs = batch * n_head * causal_pairs(seq_q, v_shape[1], causal)
+        return 2 * pairs * (qk_matmuls * d_qk + v_matmuls * v_shape[3])
+
+    # Matmuls of the one-pass backward, the least that any implementation does: 3 + 8 bilinear, 2 + 5 squared.
+    @register_flop_formula(forward._opoverload._overloadpacket)
+    def _(*args, out_shape=None, **kwargs):
+        return flops(args[0], args[n_operands - 1], args[n_operands], n_factors, 1)
+
+    @register_flop_formula(backward._opoverload._overloadpacket)
+    def _(*args, out_shape=None, **kwargs):
+        return flops(args[1], args[n_operands], args[n_operands + 1], 3 * n_factors, 2)
+
+
+_register(bilinear_fwd, bilinear_bwd, n_factors=2)
+_register(squared_fwd, squared_bwd, n_factors=1)

@@ -1,0 +1,44 @@
+"""What dtype sums are formed in, how they are rounded at the end, and autocast, which operators must settle."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+FP16_MAX = torch.finfo(torch.float16).max
+CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes that autocast casts; float64 and complex stay as they are."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which scores and sums are formed: float32 for the half types, else the input's own."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def narrow(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to ``dtype``. On a CPU a finite value that float16 cannot hold raises instead of becoming inf.
+
+    The check reads values, so it is silent where there are none: compilation, fake tensors, transforms.
+    """
+    if dtype == torch.float16 and out.device.type == "cpu" and not torch.compiler.is_compiling():
+        concrete = type(out) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(out)
+        if concrete and out.numel():
+            _refuse_overflow(out.detach().abs().nan_to_num(posinf=0.0).amax().item())
+    return out.to(dtype)
+
+
+def _refuse_overflow(largest: float) -> None:
+    if largest > FP16_MAX:
+        raise ValueError(
+            f"the attention output must fit float16 (|x| <= {FP16_MAX:.0f}), got {largest:.6g}: nothing bounds "
+            "the scores without softmax; use bfloat16 or float32, a smaller scale, or normed q and k"
+        )
+
+
+def autocast_active(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def without_autocast(device: str) -> AbstractContextManager:
+    """Context in which matmuls keep the dtype of their operands."""
+    return torch.autocast(device, enabled=False) if autocast_active(device) else nullcontext()
