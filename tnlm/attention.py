@@ -8,7 +8,7 @@ from einops import rearrange
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from tnlm.cache import LayerCache
+from tnlm.cache import LayerCache, LayerState
 from tnlm.config import ModelConfig
 from tnlm.kernels import bilinear_attention, squared_attention
 from tnlm.mlp import linear
@@ -32,8 +32,8 @@ class Attention(nn.Module):
     - ``differential``: ``softmax_j(s / d) - bilinear_lamb softmax_j(r / d)``.
 
     Order: value residual (``v <- (1 - lamb) v + lamb v_first``, ``v_first`` being block 0's raw value), QK-norm per
-    head, rotation, pattern. ``implementation`` is passed to :mod:`tnlm.kernels`; scores and pattern are formed only when
-    one of ``hook_attn_scores``, ``hook_attn_scores2``, ``hook_pattern`` is listened to.
+    head, rotation, pattern. ``implementation`` is passed to :mod:`tnlm.kernels`; scores and pattern are formed only
+    when one of ``hook_attn_scores``, ``hook_attn_scores2``, ``hook_pattern`` is listened to.
 
     Source: ``train_gpt2.py`` of loganriggs/modded-nanogpt at d5ce2de.
     """
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         x: Shaped[Tensor, "batch seq d_model"],
         v_first: Shaped[Tensor, "batch seq n_head d_head"] | None,
         tables: tuple[Float[Tensor, "seq half"], Float[Tensor, "seq half"]],
-        cache: LayerCache | None = None,
+        cache: LayerCache | LayerState | None = None,
     ) -> tuple[Shaped[Tensor, "batch seq d_model"], Shaped[Tensor, "batch seq n_head d_head"]]:
         """The attention's output and the value that later blocks mix with (this block's own if ``v_first`` is None)."""
         v = self.hook_v(self._heads(linear(x, self.w_v)))
@@ -121,8 +121,7 @@ class Attention(nn.Module):
         self, qk: list[Tensor], v: Shaped[Tensor, "batch seq_k n_head d_head"]
     ) -> Shaped[Tensor, "batch seq_q n_head d_head"]:
         """``z_i = sum_j P_ij v_j``; ``qk`` is ``[q1, k1]`` or ``[q1, k1, q2, k2]``; the last query sees every key."""
-        points = [getattr(self, f"hook_attn_scores{_suffix(b)}") for b in self.branches]
-        if listened(self.hook_pattern, *points):
+        if self.pattern_wanted:
             return torch.einsum("bhqk,bkhd->bqhd", self._pattern(qk), v)
         if self.kind == "bilinear":
             q1, k1, q2, k2 = qk
@@ -136,6 +135,11 @@ class Attention(nn.Module):
         q1, k1, q2, k2 = qk
         first, second = (_softmax_attention(q, k, v, scale=1 / self.d_qk) for q, k in ((q1, k1), (q2, k2)))
         return first - self.bilinear_lamb.to(v.dtype) * second
+
+    @property
+    def pattern_wanted(self) -> bool:
+        """Whether a hook listens to scores or pattern, so that they must be formed."""
+        return listened(self.hook_pattern, *(getattr(self, f"hook_attn_scores{_suffix(b)}") for b in self.branches))
 
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "batch seq (n_head d) -> batch seq n_head d", n_head=self.n_head)
@@ -172,7 +176,7 @@ class Attention(nn.Module):
         return self.hook_pattern(pattern)
 
     def _squared_normalized(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A quotient of two squared attentions, the denominator being that of a column of ones; never in half precision."""
+        """A quotient of two squared attentions, below it that of a column of ones; never in half precision."""
         wide = [t.float() if t.dtype in HALF else t for t in (q, k, v)]
         values = torch.cat([wide[2], torch.ones_like(wide[2][..., :1])], dim=-1)
         out = squared_attention(wide[0], wide[1], values, scale=1 / self.d_qk, implementation=self.implementation)

@@ -1,4 +1,4 @@
-"""What generation keeps between forwards: keys and values of every layer."""
+"""What generation keeps between forwards: keys and values, or a state that sums over them, for every layer."""
 
 from typing import TYPE_CHECKING
 
@@ -6,8 +6,15 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from tnlm.config import ModelConfig
+from tnlm.kernels import State
+from tnlm.norm import HALF
+
 if TYPE_CHECKING:
     from tnlm.attention import Attention
+
+RECURRENT_ATTENTIONS = ("bilinear", "squared")
+"""Kinds whose past is a sum over positions, and so fits a state of constant size."""
 
 
 class LayerCache:
@@ -40,18 +47,62 @@ class LayerCache:
         return attention.attend([t for pair in zip(qk[::2], keys, strict=True) for t in pair], values)
 
 
-class Cache:
-    """One :class:`LayerCache` per block; ``length`` positions have been seen."""
+class LayerState:
+    """The past of one bilinear or squared attention layer as a state: constant memory, exact up to rounding.
 
-    def __init__(self, n_layer: int) -> None:
-        self.layers = [LayerCache() for _ in range(n_layer)]
+    Memory: :func:`state_numbers` per row of the batch, in float32 or wider.
+    """
+
+    def __init__(self) -> None:
+        self._state: State | None = None
+
+    def attend(
+        self, attention: "Attention", qk: list[Tensor], v: Shaped[Tensor, "batch new n_head d_head"]
+    ) -> Shaped[Tensor, "batch new n_head d_head"]:
+        """Answer the new queries from the state, which then includes the new keys and values."""
+        if attention.pattern_wanted:
+            raise ValueError(
+                "a recurrent state forms no pattern, but a hook listens to scores or pattern; "
+                'use the key-value cache ("kv") or none'
+            )
+        if self._state is None:
+            batch, _, n_head, d_v = v.shape
+            dtype = torch.float32 if v.dtype in HALF else v.dtype
+            sizes = {"batch": batch, "n_head": n_head, "d_qk": qk[0].shape[-1], "d_v": d_v}
+            self._state = State(attention.kind, **sizes, dtype=dtype, device=v.device)  # type: ignore[arg-type]
+        return self._state.attend(*qk, v)
+
+
+class Cache:
+    """One :class:`LayerCache`, or with ``recurrent`` one :class:`LayerState`, per block; ``length`` positions seen.
+
+    Raises:
+        ValueError: ``recurrent`` with an attention kind that has no such state.
+    """
+
+    def __init__(self, config: ModelConfig, *, recurrent: bool = False) -> None:
+        if recurrent and config.attention not in RECURRENT_ATTENTIONS:
+            raise ValueError(
+                f"a recurrent state needs attention in {RECURRENT_ATTENTIONS}, got {config.attention!r}: "
+                'a row-wise normaliser is no sum over keys; use the key-value cache ("kv")'
+            )
+        layer = LayerState if recurrent else LayerCache
+        self.layers: list[LayerCache | LayerState] = [layer() for _ in range(config.n_layer)]
         self.length = 0
 
     def advance(self, new: int) -> None:
         self.length += new
 
-    @torch.no_grad()
-    def select(self, rows: Tensor) -> None:
-        """Keep (or repeat) batch rows, for sampling several continuations of one prefix."""
-        for layer in self.layers:
-            layer._storage = [t[rows] for t in layer._storage]
+
+def state_numbers(config: ModelConfig) -> int:
+    """Numbers in the state of one layer: per head, ``d_qk**2 d_head``; squared needs ``d_qk (d_qk + 1) / 2 d_head``."""
+    d_qk = config.d_qk
+    assert d_qk is not None
+    features = d_qk**2 if config.attention == "bilinear" else d_qk * (d_qk + 1) // 2
+    return config.n_head * features * config.d_head
+
+
+def position_numbers(config: ModelConfig) -> int:
+    """Numbers that the keys and values of one position take in one layer."""
+    assert config.d_qk is not None
+    return config.n_head * (config.n_qk * config.d_qk + config.d_head)

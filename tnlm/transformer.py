@@ -6,7 +6,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from tnlm.attention import Attention
-from tnlm.cache import Cache, LayerCache
+from tnlm.cache import Cache, LayerCache, LayerState
 from tnlm.config import ModelConfig
 from tnlm.mlp import MLP, linear
 from tnlm.norm import NoNorm, RMSNorm
@@ -65,7 +65,7 @@ class Block(nn.Module):
         x0: Shaped[Tensor, "batch seq d_model"],
         v_first: Shaped[Tensor, "batch seq n_head d_head"] | None,
         tables: tuple[Tensor, Tensor],
-        cache: LayerCache | None = None,
+        cache: LayerCache | LayerState | None = None,
     ) -> tuple[Shaped[Tensor, "batch seq d_model"], Shaped[Tensor, "batch seq n_head d_head"] | None]:
         x = self.hook_resid_pre(x)
         if self.lambdas is not None:
@@ -84,8 +84,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A causal language model: ``model(tokens)`` gives logits ``(batch, seq, d_vocab)`` after the softcap.
 
-    Fresh output maps (``w_o``, ``w_d``, ``w_u``) are zero. ``compute_dtype`` set to bf16 casts the embedding, and with it
-    every activation, while the parameters keep their dtype; ``None`` computes in the embedding's dtype.
+    Fresh output maps (``w_o``, ``w_d``, ``w_u``) are zero. ``compute_dtype`` set to bf16 casts the embedding, and with
+    it every activation, while the parameters keep their dtype; ``None`` computes in the embedding's dtype.
 
     Args:
         config: The architecture.
@@ -128,22 +128,23 @@ class Transformer(nn.Module):
         """Logits after the softcap, in the dtype of the activations.
 
         Args:
-            tokens: int64 or int32 ids below ``d_vocab``; checked in eager mode on CPU. With ``cache`` only the new ones.
+            tokens: int64 or int32 ids below ``d_vocab``; checked in eager mode on CPU. With ``cache``, the new ones.
             cache: What the positions before left; extended in place.
             last: Only the logits of the last position, ``(batch, 1, d_vocab)``: all that generation reads.
 
         Raises:
             ValueError: ``tokens`` is not 2-D of integers, an id is out of range, or the sequence exceeds ``n_ctx``.
         """
-        return self.softcap(self.pre_softcap(tokens, cache=cache))
+        return self.softcap(self.pre_softcap(tokens, cache=cache, last=last))
 
     def pre_softcap(
-        self, tokens: Int[Tensor, "batch seq"], *, cache: Cache | None = None
-    ) -> Shaped[Tensor, "batch seq d_vocab"]:
+        self, tokens: Int[Tensor, "batch seq"], *, cache: Cache | None = None, last: bool = False
+    ) -> Shaped[Tensor, "batch seq_out d_vocab"]:
         """Logits before the softcap: linear in the final residual given its norm, so the ones to attribute."""
         start = 0 if cache is None else cache.length
         self.check_tokens(tokens, start=start)
-        return self.unembed(self.ln_final(self.run(self.embedding(tokens), start=start, cache=cache)))
+        x = self.run(self.embedding(tokens), start=start, cache=cache)
+        return self.unembed(self.ln_final(x[:, -1:] if last else x))
 
     def embedding(self, tokens: Int[Tensor, "batch seq"]) -> Shaped[Tensor, "batch seq d_model"]:
         """``x0``: what enters the residual stream, and what x0 mixing mixes with."""

@@ -1,0 +1,203 @@
+"""Continuing a prompt: greedy, temperature, top-k and top-p, keeping what earlier positions computed."""
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from tnlm.cache import RECURRENT_ATTENTIONS, Cache, position_numbers, state_numbers
+from tnlm.transformer import Transformer, check_ids
+
+CacheKind = Literal["auto", "kv", "recurrent", "none"]
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    tokens: Int[Tensor, "batch seq"],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Iterable[int] | None = None,
+    pad: int | None = None,
+    seed: int | None = None,
+    cache: CacheKind = "auto",
+) -> Int[Tensor, "batch longer"]:
+    """Sample a continuation of every row; all prompts of a batch have the same length.
+
+    Padding ids (``d_vocab_used`` and above) are never sampled. A hook on a named point sees only the new positions,
+    unless ``cache="none"``.
+
+    Args:
+        tokens: Prompts, at least one token each. None is prepended: pass the end-of-text id yourself.
+        max_new_tokens: 0 returns the prompts; prompt and continuation together must fit ``n_ctx``.
+        temperature: Divides the logits; 0 takes the most probable token, whatever the three options below.
+        top_k: Keep the ``top_k`` most probable tokens; a value above the vocabulary keeps all, None is off.
+        top_p: Then keep the smallest set of tokens whose probability reaches ``top_p``; 1 and None keep all.
+        stop: A row ends after one of these ids; generation ends when every row has. Ids in the prompt do not count.
+        pad: What fills a row after its end; None repeats the id that ended it. Prompts must not begin with it.
+        seed: Makes the draws reproducible without touching torch's global generator, which None draws from.
+        cache: ``kv`` keeps keys and values; ``recurrent`` a state of constant size (bilinear and squared attention);
+            ``none`` runs the whole sequence for every token. ``auto`` takes the state once it holds fewer numbers than
+            the keys and values of the full length would (above 5,461 tokens at ``d_qk = d_head = 128``, 85 at 16), else
+            ``kv``. All give the same logits up to rounding.
+
+    Returns:
+        int64 ``(batch, seq + new)``, prompts included, on the device of ``tokens``; ``new`` is below
+        ``max_new_tokens`` when all rows ended early.
+
+    Raises:
+        ValueError: An argument is out of range, an id is not below ``d_vocab_used``, a prompt is empty or left-padded,
+            or the logits are NaN.
+    """
+    limit = model.config.d_vocab_used
+    assert limit is not None
+    _check_options(temperature, top_k, top_p, max_new_tokens)
+    stops = torch.tensor(_stop_ids(stop, limit), dtype=torch.int64)
+    if pad is not None:
+        pad = _token_id("pad", pad, model.config.d_vocab)
+    _check_prompt(model, tokens, pad, max_new_tokens)
+    generator = None if seed is None else _generator(seed)
+    state = _new_cache(model, cache, tokens.shape[1] + max_new_tokens)
+
+    out = tokens.long()
+    running = torch.ones(out.shape[0], dtype=torch.bool)
+    new = out
+    for _ in range(max_new_tokens):
+        logits = model(out, last=True) if state is None else model(new, cache=state, last=True)
+        chosen = _draw(logits[:, -1, :limit], temperature, top_k, top_p, generator)
+        filler = out[:, -1].cpu() if pad is None else torch.full_like(chosen, pad)
+        chosen = torch.where(running, chosen, filler)
+        running &= ~torch.isin(chosen, stops)
+        new = chosen[:, None].to(out.device)
+        out = torch.cat([out, new], dim=1)
+        if len(stops) and not running.any():
+            break
+    return out if max_new_tokens else out.clone()
+
+
+def probabilities(
+    logits: Shaped[Tensor, "... d_vocab"],
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> Float[Tensor, "... d_vocab"]:
+    """The distribution that :func:`generate` draws from: temperature, then top-k, then top-p; float64.
+
+    A temperature of 0 puts everything on the largest logit, the first of equal ones.
+    """
+    z = logits.double()
+    z = z - z.amax(-1, keepdim=True)
+    if temperature == 0:
+        first = (z == 0).int().argmax(-1, keepdim=True)
+        return torch.zeros_like(z).scatter(-1, first, 1.0)
+    p = (z / temperature).softmax(-1)
+    if top_k is not None and top_k < p.shape[-1]:
+        value, index = p.topk(top_k, dim=-1)
+        p = torch.zeros_like(p).scatter(-1, index, value)
+    if top_p is not None and top_p < 1:
+        p = p / p.sum(-1, keepdim=True)
+        value, index = p.sort(dim=-1, descending=True, stable=True)
+        before = value.cumsum(-1) - value
+        p = torch.zeros_like(p).scatter(-1, index, value.masked_fill(before >= top_p, 0))
+    return p / p.sum(-1, keepdim=True)
+
+
+def _draw(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Int[Tensor, " batch"]:
+    """One id per row, drawn on the CPU so that a seed means the same on every device."""
+    logits = logits.cpu()
+    if logits.isnan().any():
+        row = int(logits.isnan().any(-1).nonzero()[0])
+        raise ValueError(
+            f"logits must be numbers to sample from, got NaN in row {row}; check the weights for NaN or inf"
+        )
+    p = probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+    if temperature == 0 or p.shape[0] == 0:
+        return p.argmax(-1)
+    return torch.multinomial(p, 1, generator=generator)[:, 0]
+
+
+def _new_cache(model: Transformer, kind: str, length: int) -> Cache | None:
+    config = model.config
+    if kind not in get_args(CacheKind):
+        raise ValueError(f"cache must be one of {', '.join(get_args(CacheKind))}; got {kind!r}")
+    if (
+        kind == "auto"
+        and config.attention in RECURRENT_ATTENTIONS
+        and not any(b.attn.pattern_wanted for b in model.blocks)
+    ):
+        kind = "recurrent" if length * position_numbers(config) > state_numbers(config) else "kv"
+    return None if kind == "none" else Cache(config, recurrent=kind == "recurrent")
+
+
+def _check_options(temperature: float, top_k: int | None, top_p: float | None, max_new_tokens: int) -> None:
+    if not _is_number(temperature) or not math.isfinite(temperature) or temperature < 0:
+        raise ValueError(f"temperature must be a finite number >= 0 (0 is greedy), got {temperature!r}")
+    if top_k is not None and (not _is_integer(top_k) or top_k < 1):
+        raise ValueError(f"top_k must be an integer >= 1, or None for off, got {top_k!r}")
+    if top_p is not None and (not _is_number(top_p) or not 0 < top_p <= 1):
+        raise ValueError(
+            f"top_p must be above 0 and at most 1, or None for off, got {top_p!r}; temperature=0 is greedy"
+        )
+    if not _is_integer(max_new_tokens) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
+
+
+def _check_prompt(model: Transformer, tokens: Tensor, pad: int | None, max_new_tokens: int) -> None:
+    config = model.config
+    assert config.d_vocab_used is not None
+    model.check_tokens(tokens, limit=config.d_vocab)
+    if tokens.shape[1] == 0:
+        raise ValueError("every prompt must hold at least one token, got seq=0; begin with the end-of-text id")
+    first = tokens[:, 0].cpu()
+    padded = (first >= config.d_vocab_used) | (first == (-1 if pad is None else pad))
+    if padded.any():
+        row = int(padded.nonzero()[0])
+        raise ValueError(
+            f"prompts must not be left-padded: row {row} begins with padding id {int(first[row])}. No softmax divides "
+            "the attention, so a padding token would add to every output; batch prompts of one length instead"
+        )
+    check_ids(tokens.cpu(), config.d_vocab_used)
+    if tokens.shape[1] + max_new_tokens > config.n_ctx:
+        raise ValueError(
+            f"prompt and continuation must fit n_ctx={config.n_ctx}, got {tokens.shape[1]} + {max_new_tokens} tokens; "
+            f"max_new_tokens may be at most {config.n_ctx - tokens.shape[1]} here"
+        )
+
+
+def _stop_ids(stop: int | Iterable[int] | None, limit: int) -> list[int]:
+    if stop is None:
+        return []
+    if isinstance(stop, Tensor):
+        stop = stop.tolist()
+    return [_token_id("stop", i, limit) for i in (stop if isinstance(stop, Iterable) else [stop])]
+
+
+def _token_id(name: str, value: object, limit: int) -> int:
+    if not _is_integer(value) or not 0 <= value < limit:  # type: ignore[operator]
+        raise ValueError(f"{name} must hold token ids in [0, {limit}), got {value!r}")
+    return operator.index(value)  # type: ignore[arg-type]
+
+
+def _generator(seed: int) -> torch.Generator:
+    if not _is_integer(seed) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be an integer in [0, 2**63), or None, got {seed!r}")
+    return torch.Generator().manual_seed(operator.index(seed))
+
+
+def _is_integer(value: object) -> bool:
+    """Whether ``value`` is an integer of any library, but no bool."""
+    return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
+
+
+def _is_number(value: object) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, bool | Tensor)
