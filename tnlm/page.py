@@ -55,9 +55,8 @@ class Page:
 
     def figure(self, figure: Any) -> None:
         """A plotly ``Figure``."""
-        script = False if self._has_script else True
+        body = figure.to_html(full_html=False, include_plotlyjs=not self._has_script, config={"displaylogo": False})
         self._has_script = True
-        body = figure.to_html(full_html=False, include_plotlyjs=script, config={"displaylogo": False})
         self._parts.append(f'<div class="figure">{body}</div>')
 
     def render(self) -> str:

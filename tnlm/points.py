@@ -1,11 +1,15 @@
 """Named points: ``nn.Identity`` submodules called ``hook_*``, free in training, where hooks observe and intervene."""
 
+import copy
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def listened(*points: nn.Module) -> bool:
@@ -60,3 +64,15 @@ def record(model: nn.Module, tokens: Tensor, names: Iterable[str]) -> dict[str, 
 def is_point(name: str) -> bool:
     """Whether a module path ends in a named point."""
     return name.rpartition(".")[2].startswith("hook_")
+
+
+def shared_copy(model: M) -> M:
+    """A copy of the structure: modules of its own, every parameter shared by identity, none of the original's hooks."""
+    memo: dict[int, object] = {id(p): p for p in model.parameters()}
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+        module._backward_hooks.clear()
+        module._backward_pre_hooks.clear()
+    return copied

@@ -1,0 +1,103 @@
+"""The extracted tensors are the model: contracted with a run's norms they give its logits."""
+
+import pytest
+import torch
+
+from tests.conftest import randomize
+from tnlm.config import ModelConfig
+from tnlm.interp.extraction import extract
+from tnlm.transformer import Transformer
+
+SIZES = {"d_vocab": 11, "n_layer": 3, "n_head": 3, "d_model": 30, "n_ctx": 13}
+KINDS = [("bilinear", "bilinear"), ("squared", "squared"), ("bilinear", "none"), ("none", "bilinear")]
+
+
+def make(mlp="bilinear", attention="bilinear", *, pure=False, dtype=torch.float64, **changes):
+    sizes = {**SIZES, "d_hidden": 0 if mlp == "none" else 7, "mlp": mlp, "attention": attention, **changes}
+    config = ModelConfig.pure(**sizes) if pure else ModelConfig.released(**sizes)
+    return randomize(Transformer(config, dtype=dtype))
+
+
+@pytest.mark.parametrize("mlp, attention", KINDS)
+@pytest.mark.parametrize("pure", [False, True])
+def test_extracted_tensors_reproduce_the_logits(mlp, attention, pure):
+    model = make(mlp, attention, pure=pure, d_qk=4)
+    assert extract(model).check(torch.randint(0, 11, (2, 7))) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "changes", [{"qk_bias": True}, {"x0_mixing": False}, {"value_residual": False}, {"mlp_bias": False}]
+)
+def test_every_switch_is_extracted(changes):
+    model = make(d_qk=4, **changes)
+    assert extract(model).check(torch.randint(0, 11, (2, 7))) < 1e-12
+
+
+def test_check_in_float32_and_of_a_wrong_weight():
+    model = make(dtype=torch.float32)
+    net, tokens = extract(model), torch.randint(0, 11, (2, 7))
+    assert net.check(tokens) < 1e-5
+    assert net.mlp[1].w_d.data_ptr() == model.blocks[1].mlp.w_d.data_ptr()
+    wrong = extract(make(dtype=torch.float32))
+    wrong.mlp[1].w_l.mul_(1)
+    object.__setattr__(wrong.mlp[1], "w_l", wrong.mlp[1].w_r)
+    assert wrong.check(tokens) > 1e-3
+
+
+def test_half_precision_is_widened_and_the_caller_decides():
+    model = make().to(torch.bfloat16)
+    assert extract(model).mlp[0].dtype == torch.float32
+    assert extract(model).embed.dtype == torch.float32
+    assert extract(model, dtype=torch.float64).attention[0].head(1).q1.dtype == torch.float64
+
+
+def test_scalars_and_factors_recompose_the_final_residual():
+    model, tokens = make(), torch.randint(0, 11, (2, 5))
+    net = extract(model)
+    from tnlm.points import record
+
+    names = ["hook_embed", "blocks.2.hook_resid_post"]
+    names += [f"blocks.{l}.hook_{part}_out" for l in range(3) for part in ("attn", "mlp")]
+    run = record(model, tokens, names)
+    total = net.embed_factor * run["hook_embed"]
+    for l in range(3):
+        total = total + net.write_factors[l] * (run[f"blocks.{l}.hook_attn_out"] + run[f"blocks.{l}.hook_mlp_out"])
+    torch.testing.assert_close(total, run["blocks.2.hook_resid_post"], rtol=1e-12, atol=1e-12)
+
+
+def test_token_rows_are_normed_and_padding_is_known():
+    model = make(d_vocab_used=9)
+    net = extract(model)
+    torch.testing.assert_close(net.x0, model.embedding(torch.arange(11)[None])[0], rtol=1e-12, atol=1e-12)
+    assert list(net.pad_tokens) == [9, 10]
+    assert len(net.tokens) == 9
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize("mlp", ["swiglu", "relu2", "gelu"])
+def test_mlps_that_are_no_polynomials_say_so(mlp):
+    net = extract(make(mlp, "softmax"))
+    with pytest.raises(ValueError, match=f"{mlp} MLP is not polynomial, so it has no tensor"):
+        net.mlp[0]
+    with pytest.raises(ValueError, match="softmax attention is not a polynomial"):
+        net.check(torch.randint(0, 11, (1, 4)))
+
+
+@pytest.mark.user_error
+def test_softmax_heads_expose_circuits_only():
+    head = extract(make("bilinear", "softmax")).attention[1].head(2)
+    assert head.ov("layer").tensor().shape == (30, 30)
+    with pytest.raises(ValueError, match="softmax"):
+        head.pattern_tensor()
+
+
+@pytest.mark.user_error
+def test_extract_refuses_what_is_no_model_and_absent_parts():
+    with pytest.raises(ValueError, match=r"needs a tnlm\.Transformer, got Linear"):
+        extract(torch.nn.Linear(2, 3))
+    with pytest.raises(ValueError, match="no attention"):
+        extract(make("bilinear", "none")).attention[0]
+    with pytest.raises(ValueError, match="no MLP"):
+        extract(make("none", "bilinear")).mlp[0]
+    with pytest.raises(ValueError, match=r"head must be in \[0, 3\), got 3"):
+        extract(make()).attention[0].head(3)
