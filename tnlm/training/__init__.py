@@ -19,7 +19,6 @@ _LAZY = {
     "compare_arms": "tnlm.training.compare",
     "embedded_corpus": "tnlm.training.corpus",
     "load_run": "tnlm.training.runs",
-    "momentum_at": "tnlm.training.schedule",
     "write_shard": "tnlm.training.shards",
 }
 

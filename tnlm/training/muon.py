@@ -1,0 +1,210 @@
+"""Muon in the form of the public runs: SGD momentum, Nesterov, five Newton-Schulz steps, shared among ranks.
+
+For a matrix W (rows x cols) with gradient g::
+
+    buf <- mu buf + g                  u = g + mu buf
+    X = u / (||u||_F + 1e-7), transposed when rows > cols
+    five times:  A = X X',  X <- a X + (b A + c A A) X
+    transpose back;   W <- W - lr sqrt(max(1, rows / cols)) X
+
+``torch.optim.Muon`` averages gradients instead of summing them (``buf <- mu buf + (1 - mu) g``), which is the
+same direction at constant mu and up to 9 % another one while mu warms up; it also has no choice of dtype.
+
+Source: Jordan et al., Muon (KellerJordan/modded-nanogpt); coefficients as published there.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+NSDtype = Literal["auto", "float32", "bfloat16", "float64"]
+Distribution = Literal["round_robin", "replicate"]
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_MAX_STACK = 1 << 26
+"""Elements that one batched iteration takes at most; it holds about four times as many in temporaries."""
+
+
+def newton_schulz(
+    u: Float[Tensor, "*stack rows cols"], *, steps: int = 5, dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "*stack rows cols"]:
+    """Push the singular values of each matrix towards 1: roughly U V' of its SVD, each value in about [0.7, 1.2].
+
+    Scale-free up to the eps of the normalisation; a zero matrix stays zero. Costs
+    ``steps * (4 n**2 m + 2 n**3)`` FLOPs for sides ``n <= m``.
+
+    Returns:
+        In ``dtype``, in which all products are taken (the norm is taken in the dtype of ``u``).
+    """
+    a, b, c = COEFFICIENTS
+    norm = torch.linalg.matrix_norm(u)[..., None, None] + 1e-7
+    x = u.to(dtype) / norm.to(dtype)
+    wide = u.shape[-2] <= u.shape[-1]
+    x = x if wide else x.mT
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x if wide else x.mT
+
+
+@cache
+def _dtype(ns_dtype: NSDtype, device: torch.device) -> torch.dtype:
+    if ns_dtype != "auto":
+        return getattr(torch, ns_dtype)
+    # bf16 products on a CPU, or on a GPU before sm_80, are emulated and slower than float32 by an order
+    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if native else torch.float32
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the matrices of the blocks; embedding, head and vectors belong to Adam.
+
+    Set ``group["lr"]`` and ``group["momentum"]`` before each step, as any schedule does. Every rank keeps every
+    momentum buffer (gradients are already averaged, so they agree) and only Newton-Schulz is shared, so
+    ``state_dict`` is whole on each rank and loads at any world size.
+
+    Args:
+        params: Matrices, or (name, matrix) pairs as from ``named_parameters``; errors then use the names.
+        ns_dtype: Of the iteration; ``auto`` is bfloat16 on GPUs from sm_80 on and float32 elsewhere. The update
+            is in this dtype too, as published. Momentum is kept in the dtype of the parameter.
+        weight_decay: Decoupled, ``W <- (1 - lr weight_decay) W`` first; off in the published recipe.
+        distribution: ``round_robin`` gives each matrix to one rank, balanced by cost, and sums the updates with
+            one all_reduce; ``replicate`` repeats all work on each rank. Both give the same update.
+        group: Process group of the all_reduce.
+
+    Raises:
+        ValueError: A parameter is no non-empty matrix, or is named as an embedding or head.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_dtype: NSDtype = "auto",
+        weight_decay: float = 0.0,
+        distribution: Distribution = "round_robin",
+        group: Any = None,
+    ):
+        if ns_dtype not in get_args(NSDtype) or distribution not in get_args(Distribution):
+            raise ValueError(
+                f"ns_dtype must be one of {', '.join(get_args(NSDtype))} and distribution one of "
+                f"{', '.join(get_args(Distribution))}, got {ns_dtype!r}, {distribution!r}"
+            )
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        super().__init__(params, {**defaults, "ns_dtype": ns_dtype, "weight_decay": weight_decay})
+        self._shared = distribution == "round_robin" and dist.is_available() and dist.is_initialized()
+        self._group = group
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name, param in zip(self._names(group), group["params"]):
+            if param.ndim != 2 or param.numel() == 0:
+                raise ValueError(
+                    f"Muon takes matrices with both sides at least 1, got {name} of shape {tuple(param.shape)}; "
+                    "give it to Adam"
+                )
+            if name.split(".")[-1] in ("w_e", "w_u"):
+                raise ValueError(f"Muon takes matrices inside blocks, got {name}; give embedding and head to Adam")
+
+    @staticmethod
+    def _names(group: dict[str, Any]) -> list[str]:
+        return group.get("param_names") or [f"parameter {i}" for i in range(len(group["params"]))]
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient.
+
+        Raises:
+            FloatingPointError: A gradient holds NaN or inf; nothing has been changed then.
+        """
+        self._require_finite()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            directions = [self._momentum(p, group) for p in params]
+            world, rank = (dist.get_world_size(self._group), dist.get_rank(self._group)) if self._shared else (1, 0)
+            owner = balanced_owners([tuple(p.shape) for p in params], world)
+            mine = [i for i in range(len(params)) if owner[i] == rank]
+            updates = self._orthogonalised([directions[i] for i in mine], group)
+            if world > 1:
+                updates = self._summed(dict(zip(mine, updates)), params, group)
+            for p, update in zip(params, updates):
+                if group["weight_decay"]:
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"])
+
+    def _require_finite(self) -> None:
+        named = [
+            (name, p.grad)
+            for group in self.param_groups
+            for name, p in zip(self._names(group), group["params"])
+            if p.grad is not None
+        ]
+        if named and not torch.stack([grad.isfinite().all() for _, grad in named]).all():
+            bad = next(name for name, grad in named if not grad.isfinite().all())
+            raise FloatingPointError(f"gradient of {bad} is not finite; no parameter was changed")
+
+    def _momentum(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """Advance the buffer of ``p`` and return the direction to orthogonalise."""
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(p.grad)
+        return p.grad.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
+
+    def _orthogonalised(self, directions: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Newton-Schulz of each, those of one shape stacked, times ``sqrt(max(1, rows / cols))``."""
+        by_shape: dict[tuple[int, int], list[int]] = {}
+        for i, direction in enumerate(directions):
+            by_shape.setdefault((direction.shape[0], direction.shape[1]), []).append(i)
+        updates: dict[int, Tensor] = {}
+        for (rows, cols), indices in by_shape.items():
+            size = max(1, _MAX_STACK // (rows * cols))
+            for chunk in (indices[k : k + size] for k in range(0, len(indices), size)):
+                stack = torch.stack([directions[i] for i in chunk])
+                dtype = _dtype(group["ns_dtype"], stack.device)
+                stack = newton_schulz(stack, steps=group["ns_steps"], dtype=dtype)
+                updates.update(zip(chunk, stack * max(1, rows / cols) ** 0.5))
+        return [updates[i] for i in range(len(directions))]
+
+    def _summed(self, mine: dict[int, Tensor], params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """All updates on every rank: zeros but for one's own, in one flat buffer, summed (exactly) over the ranks."""
+        sizes = [p.numel() for p in params]
+        dtype = _dtype(group["ns_dtype"], params[0].device)
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=params[0].device)
+        parts = flat.split(sizes)
+        for i, update in mine.items():
+            parts[i].copy_(update.reshape(-1))
+        dist.all_reduce(flat, group=self._group)
+        return [part.view_as(p) for part, p in zip(parts, params)]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load, refusing a momentum of another dtype than its parameter: torch would cast it in silence."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for p, index in zip(params, saved):
+            buffer = state_dict["state"].get(index, {}).get("momentum_buffer")
+            if buffer is not None and (buffer.dtype, buffer.shape) != (p.dtype, p.shape):
+                raise ValueError(
+                    f"momentum of parameter {index} must be {p.dtype} of shape {tuple(p.shape)} like the parameter, "
+                    f"got {buffer.dtype} of shape {tuple(buffer.shape)}; load the model in the dtype it was saved in"
+                )
+        super().load_state_dict(state_dict)
+
+
+def balanced_owners(shapes: list[tuple[int, ...]], world_size: int) -> list[int]:
+    """The rank of each matrix: costliest first, each to the rank with the least work so far. Deterministic."""
+    cost = [4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3 for s in shapes]
+    load, owner = [0] * world_size, [0] * len(shapes)
+    for i in sorted(range(len(shapes)), key=lambda i: -cost[i]):
+        owner[i] = min(range(world_size), key=load.__getitem__)
+        load[owner[i]] += cost[i]
+    return owner
