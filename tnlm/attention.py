@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tnlm.cache import LayerCache, LayerState
 from tnlm.config import ModelConfig
 from tnlm.kernels import bilinear_attention, squared_attention
+from tnlm.kernels.precision import accumulation_dtype, narrow
 from tnlm.mlp import linear
 from tnlm.norm import HALF, NoNorm, RMSNorm
 from tnlm.points import listened
@@ -32,8 +33,10 @@ class Attention(nn.Module):
     - ``differential``: ``softmax_j(s / d) - bilinear_lamb softmax_j(r / d)``.
 
     Order: value residual (``v <- (1 - lamb) v + lamb v_first``, ``v_first`` being block 0's raw value), QK-norm per
-    head, rotation, pattern. ``implementation`` is passed to :mod:`tnlm.kernels`; scores and pattern are formed only
-    when one of ``hook_attn_scores``, ``hook_attn_scores2``, ``hook_pattern`` is listened to.
+    head, rotation, pattern. ``implementation`` is passed to :mod:`tnlm.kernels`, except that ``"eager"`` is the
+    definition below for every kind: it forms scores, pattern and per-head results, so its bits do not depend on who
+    listens. The others form them only when ``hook_attn_scores``, ``hook_attn_scores2`` or ``hook_pattern``, and
+    ``hook_result``, are listened to. Half precision is accumulated in float32.
 
     Source: ``train_gpt2.py`` of loganriggs/modded-nanogpt at d5ce2de.
     """
@@ -109,7 +112,7 @@ class Attention(nn.Module):
         else:
             z = self.attend(qk, v)
         z = self.hook_z(z)
-        if listened(self.hook_result):
+        if self.implementation == "eager" or listened(self.hook_result):
             w_o = rearrange(
                 self.w_o.to(z.dtype), "d_model (n_head d_head) -> n_head d_head d_model", n_head=self.n_head
             )
@@ -122,7 +125,9 @@ class Attention(nn.Module):
     ) -> Shaped[Tensor, "batch seq_q n_head d_head"]:
         """``z_i = sum_j P_ij v_j``; ``qk`` is ``[q1, k1]`` or ``[q1, k1, q2, k2]``; the last query sees every key."""
         if self.pattern_wanted:
-            return torch.einsum("bhqk,bkhd->bqhd", self._pattern(qk), v)
+            wide = accumulation_dtype(v.dtype)
+            z = torch.einsum("bhqk,bkhd->bqhd", self._pattern([t.to(wide) for t in qk]), v.to(wide))
+            return narrow(z, v.dtype)
         if self.kind == "bilinear":
             q1, k1, q2, k2 = qk
             return bilinear_attention(q1, k1, q2, k2, v, implementation=self.implementation)
@@ -138,8 +143,9 @@ class Attention(nn.Module):
 
     @property
     def pattern_wanted(self) -> bool:
-        """Whether a hook listens to scores or pattern, so that they must be formed."""
-        return listened(self.hook_pattern, *(getattr(self, f"hook_attn_scores{_suffix(b)}") for b in self.branches))
+        """Whether scores and pattern must be formed: a hook listens to one, or the definition is asked for."""
+        points = [getattr(self, f"hook_attn_scores{_suffix(b)}") for b in self.branches]
+        return self.implementation == "eager" or listened(self.hook_pattern, *points)
 
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "batch seq (n_head d) -> batch seq n_head d", n_head=self.n_head)
