@@ -1,0 +1,91 @@
+"""What every analysis asks of its inputs: one wording for each fault."""
+
+from types import EllipsisType
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def check_tensor(
+    name: str, x: Tensor, shape: tuple[int | EllipsisType | None, ...], like: Tensor | None = None
+) -> None:
+    """Raise ValueError unless ``x`` is a finite tensor of ``shape``.
+
+    ``None`` in ``shape`` stands for any size, a leading ``...`` for any number of batch axes. With ``like``, dtype and
+    device must be those of ``like`` too: nothing is promoted or moved in silence.
+    """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; use torch.as_tensor")
+    trailing = shape[1:] if shape[:1] == (...,) else shape
+    axes_fit = x.ndim >= len(trailing) if trailing is not shape else x.ndim == len(trailing)
+    sizes = x.shape[x.ndim - len(trailing) :]
+    if not axes_fit or any(want is not None and want != size for want, size in zip(trailing, sizes, strict=False)):
+        wanted = ", ".join("..." if s is ... else "any" if s is None else str(s) for s in shape)
+        raise ValueError(f"{name} must have shape ({wanted}), got {tuple(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise ValueError(
+            f"{name} must be float32, float64 or complex, got {x.dtype}; half precision is widened with .float()"
+        )
+    if like is not None and (x.dtype, x.device) != (like.dtype, like.device):
+        raise ValueError(
+            f"{name} must be {like.dtype} on {like.device} like the weights, got {x.dtype} on {x.device}; "
+            "convert one of them with .to(...)"
+        )
+    check_finite(name, x)
+
+
+def check_finite(name: str, x: Tensor) -> None:
+    """Raise ValueError if ``x`` holds NaN or infinity; meta tensors hold nothing and pass."""
+    if x.is_meta:
+        return
+    finite = torch.isfinite(x)
+    if not bool(finite.all()):
+        count = int((~finite).sum())
+        raise ValueError(f"{name} must be finite, got {count} NaN or infinite of {x.numel()} entries")
+
+
+def check_symmetric(name: str, x: Tensor) -> None:
+    """Raise ValueError unless ``x`` equals its (conjugate) transpose up to rounding."""
+    scale = float(x.abs().max()) if x.numel() else 0.0
+    gap = float((x - x.mH).abs().max()) if x.numel() else 0.0
+    if gap > 1e3 * torch.finfo(x.dtype).eps * scale:
+        raise ValueError(
+            f"{name} must be symmetric, its largest |m - m^T| is {gap:.3g} at scale {scale:.3g}; "
+            "pass (m + m.mT) / 2 if only the symmetric part is meant"
+        )
+
+
+def check_real(name: str, x: Tensor) -> None:
+    """Raise ValueError for complex weights, whose forms have no real spectrum."""
+    if x.is_complex():
+        raise ValueError(
+            f"{name} must be real for this analysis, got {x.dtype}: a complex symmetric form has no real spectrum; "
+            "forward, grams, norm and inner do take complex weights"
+        )
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_count(name: str, value: int, low: int, high: int | None = None) -> None:
+    """Raise ValueError unless ``value`` is an integer in ``[low, high]``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be an integer {limit}, got {value!r}")
+
+
+def check_bytes(what: str, shape: tuple[int, ...], dtype: torch.dtype, max_bytes: int, instead: str) -> None:
+    """Raise ValueError before an allocation of ``shape`` that would pass ``max_bytes``."""
+    need = dtype.itemsize
+    for size in shape:
+        need *= size
+    if need > max_bytes:
+        raise ValueError(
+            f"{what} of shape {tuple(shape)} needs {need:,} bytes, more than max_bytes={max_bytes:,}; "
+            f"{instead}, or raise max_bytes"
+        )

@@ -1,0 +1,147 @@
+"""Moments of a bilinear layer over isotropic and Gaussian inputs, and certified bounds with their witnesses."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tnlm.interp._checks import check_choice, check_real, check_symmetric, check_tensor
+from tnlm.interp.bilinear import BilinearTensor, input_gram
+from tnlm.interp.spectra import eig
+
+
+class Moments(NamedTuple):
+    """Mean ``(d_out,)`` and covariance ``(d_out, d_out)`` of the outputs."""
+
+    mean: Tensor
+    cov: Tensor
+
+
+class Bounds(NamedTuple):
+    """Range of ``u . f(x)`` and inputs that attain it: ``low, high (...)``, ``argmin, argmax (..., d_in)``."""
+
+    low: Tensor
+    high: Tensor
+    argmin: Tensor
+    argmax: Tensor
+
+
+class TraceBounds(NamedTuple):
+    """``max_low <= lam_max <= max_high`` and ``min_low <= lam_min <= min_high``, all ``(...)``."""
+
+    min_low: Tensor
+    min_high: Tensor
+    max_low: Tensor
+    max_high: Tensor
+
+
+def moments(
+    b: BilinearTensor,
+    mean: Float[Tensor, " d_in"] | None = None,
+    cov: Float[Tensor, "d_in d_in"] | None = None,
+    kind: Literal["sphere", "gaussian"] = "sphere",
+) -> Moments:
+    """Exact mean and covariance of ``f(x)``, bias included.
+
+    Args:
+        mean, cov: Of the Gaussian inputs, 0 and 1 by default; ``kind="sphere"`` takes neither.
+        kind: ``sphere``, uniform on ``|x|**2 = d_in`` (RMS-normed inputs), or ``gaussian``. A constant coordinate is
+            not Gaussian: keep it apart as the bias instead of lifting to ``(1, x)``.
+
+    Returns:
+        Costs one output Gram, ``5 d_hidden**2 d_in`` products, twice that with a mean.
+
+    Raises:
+        ValueError: Bad shapes, NaN, complex weights, ``cov`` not symmetric positive semi-definite.
+    """
+    check_real("the layer", b.w_l)
+    check_choice("kind", kind, ("sphere", "gaussian"))
+    bias = b.w_d.new_zeros(b.d_out) if b.bias is None else b.bias
+    if kind == "sphere":
+        if mean is not None or cov is not None:
+            raise ValueError('the sphere has no mean and covariance to choose; pass kind="gaussian" with them')
+        traces = b.traces()
+        outer = torch.outer(traces, traces)
+        return Moments(traces + bias, b.d_in / (b.d_in + 2) * (2 * b.gram("out") + outer) - outer)
+    if cov is not None:
+        check_tensor("cov", cov, (b.d_in, b.d_in), b.w_l)
+        check_symmetric("cov", cov)
+        smallest, largest = (float(v) for v in torch.linalg.eigvalsh(cov)[[0, -1]])
+        if smallest < -1e3 * torch.finfo(cov.dtype).eps * max(abs(smallest), abs(largest)):
+            raise ValueError(f"cov must be positive semi-definite, its smallest eigenvalue is {smallest:.3g}")
+    spread = b.w_l if cov is None else b.w_l @ cov
+    expected = b.w_d @ (spread * b.w_r).sum(1) + bias
+    variance = 2 * b.gram("out", cov)
+    if mean is not None:
+        check_tensor("mean", mean, (b.d_in,), b.w_l)
+        left, right = b.w_l @ mean, b.w_r @ mean
+        expected = expected + b.w_d @ (left * right)
+        slope = ((b.w_d * left) @ b.w_r + (b.w_d * right) @ b.w_l) / 2
+        variance = variance + 4 * slope @ (slope if cov is None else slope @ cov).mT
+    return Moments(expected, (variance + variance.mT) / 2)
+
+
+def bounds(
+    b: BilinearTensor,
+    u: Float[Tensor, "*batch d_out"],
+    radius2: float | None = None,
+    domain: Literal["sphere", "ball"] = "sphere",
+) -> Bounds:
+    """Exact range of ``u . f(x)`` over ``|x|**2 = radius2`` (or ``<=``, the ball), with inputs that attain both ends.
+
+    Args:
+        radius2: ``d_in`` by default, the squared length of an RMS-normed input. With a norm's eps > 0 inputs lie in
+            the ball, where an end that the sphere cannot bring past zero is attained at ``x = 0``.
+
+    Returns:
+        The bias adds ``u . bias`` to both ends. One dense eigendecomposition per direction.
+
+    Raises:
+        ValueError: Bad shapes, NaN, complex weights, a negative radius.
+    """
+    check_choice("domain", domain, ("sphere", "ball"))
+    radius2 = float(b.d_in) if radius2 is None else float(radius2)
+    if not 0 <= radius2 < float("inf"):
+        raise ValueError(f"radius2 must be a finite number >= 0, got {radius2}")
+    lowest, highest = (eig(b, u, 1, which, "full") for which in ("min", "max"))
+    low, high = (radius2 * pair.values[..., 0] for pair in (lowest, highest))
+    argmin, argmax = (radius2**0.5 * pair.vectors[..., 0] for pair in (lowest, highest))
+    if domain == "ball":
+        argmin, argmax = argmin * (low < 0)[..., None], argmax * (high > 0)[..., None]
+        low, high = low.clamp_max(0), high.clamp_min(0)
+    shift = 0 if b.bias is None else u @ b.bias
+    return Bounds(low + shift, high + shift, argmin, argmax)
+
+
+def trace_bounds(trace: Float[Tensor, "*batch"], frobenius: Float[Tensor, "*batch"], d: int) -> TraceBounds:
+    """Brackets of both extreme eigenvalues of a symmetric ``(d, d)`` matrix from its trace and Frobenius norm alone.
+
+    Exact inequalities, attained when all eigenvalues but one are equal.
+
+    Source: Wolkowicz and Styan 1980, Linear Algebra and its Applications 29.
+    """
+    check_tensor("trace", trace, (...,))
+    check_tensor("frobenius", frobenius, tuple(trace.shape), trace)
+    mean = trace / d
+    spread = (frobenius.square() / d - mean.square()).clamp_min(0).sqrt()
+    if d == 1:
+        return TraceBounds(mean, mean, mean, mean)
+    narrow, wide = spread / (d - 1) ** 0.5, spread * (d - 1) ** 0.5
+    return TraceBounds(mean - wide, mean - narrow, mean + narrow, mean + wide)
+
+
+def jacobian_kernel(
+    b: BilinearTensor, second_moment: Float[Tensor, "d_in d_in"] | None = None
+) -> Float[Tensor, "d_in d_in"]:
+    """``K = 4 G_in``: the Jacobians at two inputs have inner product ``<J(x), J(y)> == x^T K y``.
+
+    With ``second_moment = E[x x^T]`` of some data it is instead the expected ``E[J(x)^T J(x)]``, exactly; show it next
+    to the data-free kernel, which is not blind off the data. About eight ``d_hidden**2 d_in`` products.
+    """
+    if second_moment is None:
+        return 4 * b.gram("in")
+    check_tensor("second_moment", second_moment, (b.d_in, b.d_in), b.w_l)
+    check_symmetric("second_moment", second_moment)
+    k = 4 * input_gram(b, second=second_moment)
+    return (k + k.mH) / 2
