@@ -130,6 +130,38 @@ class TestCheck:
             shards.check_shard(tmp_path / "x.bin", d_vocab=50304, eot=50256)
 
 
+class TestCheckData:
+    def test_report_of_a_folder(self, tmp_path):
+        for name, ids in {"train_000001.bin": [9, 1], "train_000002.bin": [9, 3, 4], "val_000000.bin": [9]}.items():
+            shards.write_shard(tmp_path / name, ids)
+        shards.write_sidecar(tmp_path, d_vocab=10, eot=9)
+        seen = []
+        report = shards.check_data(tmp_path, progress=lambda r: seen.append(r.path.name))
+        assert report == {
+            "train_tokens": 5,
+            "val_tokens": 1,
+            "shards": 3,
+            "max_id": 9,
+            "d_vocab": 10,
+            "documents": 3,
+        }
+        assert seen == ["val_000000.bin", "train_000001.bin", "train_000002.bin"]
+
+    @pytest.mark.user_error
+    def test_all_problems_are_listed(self, tmp_path):
+        shards.write_shard(tmp_path / "train_000001.bin", [1, 300])
+        (tmp_path / "train_000002.bin").write_bytes(b"")
+        with pytest.raises(ValueError, match=r"(?s)id 300 >= vocab 256 in .*000001.bin.*\n.*000002.bin is too short"):
+            shards.check_data(tmp_path, d_vocab=256)
+
+    @pytest.mark.user_error
+    def test_validation_among_the_training_shards(self, tmp_path):
+        shards.write_shard(tmp_path / "train_000001.bin", [1, 2])
+        shards.write_shard(tmp_path / "val_000000.bin", [1, 2])
+        with pytest.raises(ValueError, match="is the validation shard"):
+            shards.check_data(tmp_path)
+
+
 class TestFind:
     @staticmethod
     def fill(folder, *names):

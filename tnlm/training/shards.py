@@ -13,7 +13,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -233,6 +233,58 @@ def check_shard(
             f"{path} holds no end-of-text id {eot} in its first million tokens: another tokenizer?", stacklevel=2
         )
     return ShardReport(Path(path), len(ids), max_id, None if eot is None else documents)
+
+
+def check_data(
+    where: str | os.PathLike,
+    *,
+    d_vocab: int | None = None,
+    allow_truncated: bool = False,
+    progress: Callable[[ShardReport], None] | None = None,
+) -> dict[str, Any]:
+    """``data check``: every shard of a folder or glob, whole, with the validation shards of the same folder.
+
+    Args:
+        d_vocab: Limit of the ids; by default that of the sidecar, and without one only the largest id is reported.
+        progress: Called with the report of each shard.
+
+    Returns:
+        ``train_tokens val_tokens shards max_id d_vocab documents``.
+
+    Raises:
+        ValueError: Lists what is wrong with each damaged shard.
+    """
+    train = find_shards(where)
+    folder = train[0].parent
+    has_val = any(re.search(r"(^|_)val_.*\.bin$", p.name) for p in folder.iterdir())
+    val = find_shards(folder, split="val") if has_val else []
+    facts = read_sidecar(folder) or {}
+    d_vocab = d_vocab if d_vocab is not None else facts.get("d_vocab")
+    problems, reports = [], {}
+    for path in [*val, *train]:
+        try:
+            reports[path] = check_shard(path, d_vocab=d_vocab, eot=facts.get("eot"), allow_truncated=allow_truncated)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            if progress is not None:
+                progress(reports[path])
+    if not problems:
+        try:
+            refuse_duplicates(train, val)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
+    documents = [report.documents for report in reports.values()]
+    return {
+        "train_tokens": sum(reports[p].tokens for p in train),
+        "val_tokens": sum(reports[p].tokens for p in val),
+        "shards": len(reports),
+        "max_id": max(report.max_id for report in reports.values()),
+        "d_vocab": d_vocab,
+        "documents": None if None in documents else sum(documents),
+    }
 
 
 def refuse_id(ids: np.ndarray, d_vocab: int, path: str | os.PathLike, start: int) -> None:
