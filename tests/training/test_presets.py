@@ -8,7 +8,7 @@ import pytest
 from tnlm.training.presets import PRESETS, TrainConfig, load_config, preset
 
 
-# Counts of the published code's settings (one query-key pair, two), derived in closed form and checked on two recorded runs.
+# Parameters of the published settings with one query-key pair and with two; two of them are recorded in public logs.
 @pytest.mark.parametrize(
     "name, one_pair, two_pairs",
     [
@@ -97,9 +97,9 @@ def test_refuses(changes, message):
 @pytest.mark.user_error
 def test_config_files_are_read_strictly(tmp_path):
     nano = preset("nano")
-    with pytest.raises(ValueError, match="my.json does not fit TrainConfig: missing none; unexpected lr_embde"):
+    with pytest.raises(ValueError, match=r"my\.json does not fit TrainConfig: missing none; unexpected lr_embde"):
         nano.updated({"lr_embde": 0.1}, source="my.json")
-    with pytest.raises(ValueError, match="my.json, model does not fit ModelConfig.*d_mdoel"):
+    with pytest.raises(ValueError, match=r"my\.json, model does not fit ModelConfig.*d_mdoel"):
         nano.updated({"model": {"d_mdoel": 4}}, source="my.json")
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(ValueError, match="must hold a JSON object, got list"):

@@ -14,11 +14,14 @@ _LAZY = {
     "Loader": "tnlm.training.data",
     "Muon": "tnlm.training.muon",
     "Schedule": "tnlm.training.schedule",
+    "TrainConfig": "tnlm.training.presets",
     "TokenStream": "tnlm.training.data",
     "Validation": "tnlm.training.data",
     "compare_arms": "tnlm.training.compare",
     "embedded_corpus": "tnlm.training.corpus",
     "load_run": "tnlm.training.runs",
+    "preset": "tnlm.training.presets",
+    "train": "tnlm.training.loop",
     "write_shard": "tnlm.training.shards",
 }
 

@@ -75,7 +75,7 @@ def save(
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        tnlm.save(model, part)
+        tnlm.save(model, part, max_shard_bytes=2**62)
         if tokenizer is not None:
             tokenizer.save(part)
         save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, part / "training.safetensors")
@@ -165,7 +165,7 @@ def remove_interrupted(run: Path) -> None:
 def random_state() -> dict[str, Tensor]:
     """The states of the generators of torch, numpy and python, as plain tensors."""
     python = random.getstate()
-    legacy = np.random.get_state()  # noqa: NPY002: the generator that libraries draw from
+    legacy = np.random.get_state()  # noqa: NPY002
     state = {
         "random.torch": torch.get_rng_state(),
         "random.python": torch.tensor([python[0], *python[1]], dtype=torch.int64),

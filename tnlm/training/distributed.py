@@ -1,10 +1,10 @@
-"""Ranks: what torchrun says about them, whether the batch divides over them, and the few collectives of the loop.
+"""Ranks: what torchrun says about them, and the few collectives of the loop.
 
-Parsing and validation import no torch and allocate nothing, so a wrong launch fails before anything is built.
+Reading the environment imports no torch and allocates nothing, so a wrong launch fails before anything is built.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -65,27 +65,9 @@ class World:
         return cls(rank=rank, size=size, local_rank=values.get("LOCAL_RANK", 0))
 
 
-def accumulation(*, batch: int, micro_batch: int, world_size: int) -> int:
-    """Micro-batches per rank and step, so that ``batch = micro_batch * world_size * accumulation``.
-
-    Raises:
-        ValueError: The batch does not divide; names the three numbers and the nearest batch that does.
-    """
-    together = micro_batch * world_size
-    if batch % together:
-        below, above = batch // together * together, -(-batch // together) * together
-        nearest = above if below == 0 or above - batch < batch - below else below
-        raise ValueError(
-            f"batch must be a multiple of micro_batch * ranks, got batch={batch}, micro_batch={micro_batch}, "
-            f"ranks={world_size} ({together} sequences at a time); the nearest valid batch is {nearest}, "
-            f"or choose a micro_batch that divides {batch}/{world_size}"
-        )
-    return batch // together
-
-
 @contextmanager
 def process_group(world: World, device: "torch.device") -> Iterator[None]:
-    """Join the ranks for the duration: gloo on CPU, nccl (and gloo for CPU tensors) on CUDA; nothing for one process."""
+    """Join the ranks: gloo on CPU, nccl on CUDA (gloo for CPU tensors); nothing for one process."""
     if world.size == 1:
         yield
         return
@@ -112,20 +94,21 @@ def sum_over_ranks(values: "torch.Tensor", world: World) -> "torch.Tensor":
     return values
 
 
-def barrier(world: World) -> None:
-    """Wait for every rank."""
-    if world.size > 1:
-        import torch.distributed as dist
-
-        dist.barrier()
-
-
-def from_main(value: T, world: World) -> T:
-    """Rank 0's ``value`` on every rank."""
+def on_main(action: Callable[[], T], world: World) -> T:
+    """Run ``action`` on rank 0 while the others wait; its value, or the exception it raised, on every rank."""
     if world.size == 1:
-        return value
+        return action()
     import torch.distributed as dist
 
-    box = [value]
+    value: T | None = None
+    error: Exception | None = None
+    if world.main:
+        try:
+            value = action()
+        except Exception as raised:
+            error = raised
+    box = [value, error]
     dist.broadcast_object_list(box)
-    return box[0]
+    if box[1] is not None:
+        raise box[1]  # type: ignore[misc]
+    return box[0]  # type: ignore[return-value]

@@ -1,7 +1,7 @@
 """What a run reports: ``metrics.jsonl``, the source of truth, and its views: terminal, tracker. Imports no torch.
 
-One JSON object per line. ``step`` counts updates done, so ``train`` at step 1 is the loss of the first update and ``val`` at
-step 0 that of the fresh model:
+One JSON object per line. ``step`` counts updates done, so ``train`` at step 1 is the loss of the first update and
+``val`` at step 0 that of the fresh model:
 
 - ``start``, ``resume``: what the run depends on beyond its configuration: data, tokenizer, sizes, versions;
 - ``train``: ``step tokens loss lr mu grad_norm dt`` and, at log steps, ``tok_s mfu max_mem``; ``lr`` is the schedule's
@@ -76,12 +76,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop the events after ``step``, which a resumed run will write again; returns those that stay."""
-    kept = [event for event in read_metrics(path) if event.get("step", 0) <= step and event["kind"] != "end"]
-    part = path.with_name(f".{path.name}.part")
+def cut_back(path: Path, step: int, *, into: Path) -> list[dict[str, Any]]:
+    """Write the events of ``path`` up to ``step`` to ``into`` (itself, or the log of a branch); returns them."""
+    kept = [event for event in read_metrics(path) if event["step"] <= step and event["kind"] not in ("sample", "end")]
+    part = into.with_name(f".{into.name}.part")
     part.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
-    part.replace(path)
+    part.replace(into)
     return kept
 
 
@@ -93,7 +93,7 @@ class TrackerRun(Protocol):
 
 
 class Tracking:
-    """Forwards events to trackio or wandb. A tracker's failure is one warning and the end of tracking, never of training."""
+    """Forwards events to trackio or wandb. A tracker that fails is reported once and dropped; training goes on."""
 
     def __init__(self, name: str, *, project: str, run: str, config: Mapping[str, Any]) -> None:
         self._run: TrackerRun | None = None
@@ -147,8 +147,8 @@ class Progress:
             self._bar.update(self._task, completed=event["step"], description=text)
             return
         left = f"eta {_clock(eta)}" if eta is not None else ""
-        head = f"step {event['step']}/{self.steps}"
-        self.say("  ".join(filter(None, (head, f"loss {event['loss']:.4f}", f"lr {event['lr']:.2f}", speed, use, left))))
+        head = f"step {event['step']}/{self.steps}  loss {event['loss']:.4f}  lr {event['lr']:.2f}"
+        self.say("  ".join(filter(None, (head, speed, use, left))))
 
     def say(self, text: str) -> None:
         if not self.enabled:
@@ -182,6 +182,16 @@ class Speed:
 
     def per_step(self) -> float:
         return self.seconds / max(self.steps, 1)
+
+
+def resident_bytes() -> int | None:
+    """The largest resident memory this process has had; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float:

@@ -48,7 +48,7 @@ class TrainConfig:
     val_data: str | None = None
     """The validation shard; by default the one that stands beside the training shards."""
     tokenizer: str = "bpe1024"
-    """``bpe1024`` or ``bytes`` for the corpus; otherwise a label, and the sidecar of the shards decides."""
+    """``bpe1024`` or ``bytes`` for the corpus; for shards that have none beside them ``gpt2``, a path, or ``none``."""
     shuffle: bool = False
     """A seeded permutation of the windows of each epoch, instead of the published order."""
     bos_align: bool = False

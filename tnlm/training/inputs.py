@@ -1,0 +1,118 @@
+"""From the names in a configuration to shards, tokenizer, loader and validation set."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tnlm import tokenizer as tokenizers
+from tnlm.tokenizer import Tokenizer
+from tnlm.training import corpus, shards
+from tnlm.training.data import Loader, Order, TokenStream, Validation
+from tnlm.training.distributed import World, on_main
+from tnlm.training.presets import TrainConfig
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one rank reads."""
+
+    loader: Loader
+    validation: Validation
+    tokenizer: Tokenizer | None
+    facts: dict[str, Any]
+    """Plain data that tells two data sets apart: recorded in the run's ``start`` event."""
+    text_bytes: int | None
+    """Bytes of text in the validation tokens; None without a tokenizer."""
+
+
+def open_inputs(config: TrainConfig, world: World) -> Inputs:
+    """Find, check and open everything; no step has been taken when this refuses.
+
+    Raises:
+        ValueError: Shards are missing or damaged, the vocabulary is not the model's, or there are too few tokens.
+    """
+    train, validation, sidecar = find_data(config, world)
+    shards.refuse_duplicates(train, validation)
+    tokenizer = find_tokenizer(config, train[0].parent)
+    d_vocab = sidecar.get("d_vocab", tokenizer.d_vocab if tokenizer is not None else config.model.d_vocab_used)
+    if d_vocab != config.model.d_vocab_used:
+        raise ValueError(
+            f"the model must have the vocabulary of the data, got d_vocab={config.model.d_vocab_used} and "
+            f"{d_vocab} ids in {train[0].parent}; pass --model.d-vocab {d_vocab}"
+        )
+    stream, held_out = TokenStream(train), TokenStream(validation)
+    order: Order = "shuffle" if config.shuffle else "fork" if config.recipe == "replication-exact" else "stream"
+    loader = Loader(
+        stream,
+        seq=config.seq,
+        batch=config.batch,
+        micro_batch=config.micro_batch,
+        d_vocab=d_vocab,
+        rank=world.rank,
+        world_size=world.size,
+        order=order,
+        seed=config.seed,
+        bos_align=config.bos_align,
+        eot=tokenizer.eot if tokenizer is not None else None,
+    )
+    evaluated = Validation(held_out, seq=config.seq, tokens=config.val_tokens, d_vocab=d_vocab)
+    facts = {
+        "source": config.data,
+        "shards": len(train),
+        "tokens": len(stream),
+        "fingerprint": stream.fingerprint,
+        "order": order,
+        "val_file": validation[0].name,
+        "val_fingerprint": evaluated.fingerprint,
+        "tokenizer": tokenizer.name if tokenizer is not None else None,
+        "tokenizer_hash": tokenizer.hash if tokenizer is not None else None,
+        **{key: sidecar[key] for key in ("corpus_sha256", "python") if key in sidecar},
+    }
+    text_bytes = evaluated.text_bytes(tokenizer) if tokenizer is not None else None
+    return Inputs(loader, evaluated, tokenizer, facts, text_bytes)
+
+
+def find_data(config: TrainConfig, world: World) -> tuple[list[Path], list[Path], dict[str, Any]]:
+    """Training shards, validation shards, and the sidecar of their folder (empty if there is none)."""
+    if config.data == "corpus":
+        where: str | Path = on_main(lambda: _write_corpus(config), world)
+    elif config.data == "fineweb10B":
+        where = corpus.cache_folder() / "fineweb10B"
+    else:
+        where = config.data
+    train = shards.find_shards(where)
+    folder = train[0].parent
+    validation = shards.find_shards(config.val_data or folder, split="val")
+    return train, validation, shards.read_sidecar(folder) or {}
+
+
+def _write_corpus(config: TrainConfig) -> Path:
+    if config.tokenizer not in ("bytes", "bpe1024"):
+        raise ValueError(f'the embedded corpus is read as "bpe1024" or "bytes", got tokenizer={config.tokenizer!r}')
+    tokenizer = tokenizers.get("bytes") if config.tokenizer == "bytes" else corpus.embedded_tokenizer()
+    name = f"{tokenizer.name}-{corpus.embedded_corpus().sha256[:16]}"
+    try:
+        folder = corpus.cache_folder() / "corpus" / name
+        corpus.write_embedded(folder, tokenizer)
+    except OSError as error:
+        folder = config.folder / "data"
+        print(f"the cache cannot be written ({error}): the corpus goes to {folder}", file=sys.stderr)
+        corpus.write_embedded(folder, tokenizer)
+    return folder
+
+
+def find_tokenizer(config: TrainConfig, folder: Path) -> Tokenizer | None:
+    """The tokenizer beside the shards, else the one the configuration names; None for ``none``.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if (folder / tokenizers.FILE_NAME).is_file():
+        return Tokenizer.load(folder)
+    if config.tokenizer == "none":
+        return None
+    try:
+        return tokenizers.get(config.tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{error}. Without text, samples and bits per byte: --tokenizer none") from None

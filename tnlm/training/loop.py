@@ -1,0 +1,533 @@
+"""The training loop: micro-batches, update, validation, checkpoints, and when to stop."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tnlm
+from tnlm.evaluate import token_losses
+from tnlm.training import checkpointing, metrics
+from tnlm.training.data import accumulation_steps, inputs_and_targets
+from tnlm.training.distributed import World, on_main, process_group, sum_over_ranks
+from tnlm.training.inputs import open_inputs
+from tnlm.training.optim import Optimizers, gradient_norm
+from tnlm.training.presets import OPERATIONAL, TrainConfig, load_config
+from tnlm.transformer import Transformer
+
+
+class Diverged(RuntimeError):
+    """The loss or a gradient is not finite; nothing was saved since the last complete checkpoint."""
+
+
+class Interrupted(Exception):
+    """A signal ended the run after a complete save; running the same command again resumes."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a finished run."""
+
+    folder: Path
+    """What :func:`tnlm.load` reads."""
+    steps: int
+    tokens: int
+    train_loss: float
+    """Of the last update's batch, nats per token."""
+    val_loss: float
+    bits_per_byte: float | None
+    recipe: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"folder": str(self.folder)}
+
+
+class TokenLosses(nn.Module):
+    """The model with its loss: one graph to compile, and what DDP wraps."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, inputs: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]
+    ) -> Float[Tensor, "batch seq"]:
+        return token_losses(self.model(inputs), targets)
+
+
+def train(config: TrainConfig, *, initial: Mapping[str, Tensor] | None = None, progress: bool = True) -> Result:
+    """Train, or resume, the run of ``config`` in its folder; under torchrun every rank calls this.
+
+    Args:
+        initial: Parameters to start from, by name, instead of the seeded initialisation.
+        progress: Report on stderr.
+
+    Raises:
+        ValueError: The configuration, the data or the launch is refused, or the folder holds another run.
+        Diverged: A loss or gradient is not finite.
+        Interrupted: SIGTERM or SIGINT; a complete checkpoint was saved.
+        tnlm.training.checkpointing.SaveError: The disk refused a checkpoint.
+    """
+    world = World.from_environment()
+    accumulation_steps(batch=config.batch, micro_batch=config.micro_batch, world_size=world.size)
+    device = choose_device(config, world)
+    if device.type == "cpu":
+        torch.set_num_threads(cpu_threads(config, world))
+    with process_group(world, device):
+        trainer = Trainer(config, world=world, device=device, initial=initial, progress=progress)
+        with trainer.signals():
+            return trainer.run()
+
+
+def choose_device(config: TrainConfig, world: World) -> torch.device:
+    """``config.device``, or this rank's GPU if there is one.
+
+    Raises:
+        ValueError: CUDA is asked for and absent, or there are more ranks than GPUs on this machine.
+    """
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={config.device!r} needs a CUDA device and torch sees none; use --device cpu")
+    index = world.local_rank if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_RANK must be below the number of GPUs, got {index} with {torch.cuda.device_count()}; "
+            "start torchrun with a smaller --nproc_per_node"
+        )
+    return torch.device("cuda", index)
+
+
+def cpu_threads(config: TrainConfig, world: World) -> int:
+    """``config.threads``; by default at most 4, and 1 for each of several ranks."""
+    if config.threads is not None:
+        return config.threads
+    return 1 if world.size > 1 else min(torch.get_num_threads(), 4)
+
+
+class Trainer:
+    """One run on one rank: model, optimisers, data, log. ``run`` does everything from the parts."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        world: World | None = None,
+        device: torch.device | None = None,
+        initial: Mapping[str, Tensor] | None = None,
+        progress: bool = True,
+    ) -> None:
+        self.config, self.world = config, world or World()
+        self.device = device or torch.device("cpu")
+        self.progress_enabled = progress and self.world.main
+        self.folder = config.folder
+        on_main(lambda: claim_folder(config), self.world)
+        self.inputs = open_inputs(config, self.world)
+        self.mixed = wants_bfloat16(config, self.device)
+        self.model = build_model(config, mixed=self.mixed, initial=initial).to(self.device)
+        self.model.set_implementation(config.implementation)
+        self.optimizers = Optimizers(self.model, config)
+        losses: nn.Module = TokenLosses(self.model)
+        self.losses = torch.compile(losses) if config.compile else losses
+        self.parallel: Any = self.losses
+        if self.world.size > 1:
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            self.parallel = DistributedDataParallel(self.losses, device_ids=ids, broadcast_buffers=False)
+        self.step = 0
+        self.signal = 0
+        self.stop = False
+        self.micro_losses = torch.zeros(self.inputs.loader.accumulation)
+        self.recorded: dict[str, dict[str, Any]] = {}
+        self.log: metrics.MetricsLog | None = None
+        self.speed = metrics.Speed()
+
+    # The parts
+
+    def train_step(self) -> dict[str, float]:
+        """One update. Returns its loss (mean over micro-batches and ranks), factor, momentum and gradient norm.
+
+        Raises:
+            Diverged: Loss or gradient is not finite; the parameters are as before.
+        """
+        micro_losses = []
+        windows = self.inputs.loader.next_step()
+        for j, micro_batch in enumerate(windows):
+            inputs, targets = inputs_and_targets(micro_batch, self.device)
+            last = j == len(windows) - 1
+            with contextlib.nullcontext() if last or self.world.size == 1 else self.parallel.no_sync():
+                loss = self.parallel(inputs, targets).mean()
+                (loss / len(windows)).backward()
+            micro_losses.append(loss.detach())
+        self.micro_losses = torch.stack(micro_losses)
+        norm = gradient_norm(self.model)
+        loss, norm_value, stop = self._agree(self.micro_losses.mean(), norm)
+        if not (math.isfinite(loss) and math.isfinite(norm_value)):
+            what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm_value}"
+            raise Diverged(f"{what} at step {self.step + 1}; {self._last_good()}")
+        if self.config.clip is not None and norm_value > self.config.clip:
+            for p in self.model.parameters():
+                p.grad.mul_(self.config.clip / norm_value)  # type: ignore[union-attr]
+        factor, momentum = self.optimizers.step(self.step)
+        self.optimizers.zero_grad()
+        self.step += 1
+        self.stop = stop
+        return {"loss": loss, "lr": factor, "mu": momentum, "grad_norm": norm_value}
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any]:
+        """Cross-entropy over exactly ``val_tokens`` tokens, summed in float64 over every window of every rank."""
+        config, validation = self.config, self.inputs.validation
+        sums = torch.zeros(config.seq, dtype=torch.float64, device=self.device)
+        size = config.val_batch or config.micro_batch
+        for windows in validation.batches(size, rank=self.world.rank, world_size=self.world.size):
+            sums += self.losses(*inputs_and_targets(windows, self.device)).double().sum(0)
+        by_position = sum_over_ranks(sums, self.world).tolist()
+        loss = sum(by_position) / validation.tokens
+        if not math.isfinite(loss):
+            raise Diverged(f"the validation loss is {loss} at step {self.step}; {self._last_good()}")
+        n_bytes = self.inputs.text_bytes
+        return {
+            "loss": loss,
+            "bits_per_byte": metrics.bits_per_byte(loss, validation.tokens, n_bytes) if n_bytes else None,
+            "buckets": _buckets(by_position, validation.windows),
+            "val_tokens": validation.tokens,
+        }
+
+    # The run
+
+    def run(self) -> Result:
+        """Train to the last step, resuming from the newest complete checkpoint."""
+        config = self.config
+        resumed = self.restore()
+        if self.world.main:
+            self.log = metrics.MetricsLog(self.folder / "metrics.jsonl")
+            name = self.folder.name
+            self.tracking = metrics.Tracking(config.tracker, project="tnlm", run=name, config=config.to_dict())
+        self.progress = metrics.Progress(steps=config.steps, start=self.step, enabled=self.progress_enabled)
+        try:
+            self._event("resume" if resumed else "start", **self.facts())
+            self.progress.say(self.headline())
+            return self._run()
+        finally:
+            self.progress.close()
+            self.inputs.loader.close()
+            if self.log is not None:
+                self.tracking.close()
+                self.log.close()
+
+    def _run(self) -> Result:
+        config = self.config
+        train, validation = self.recorded.get("train"), self.recorded.get("val")
+        while True:
+            if validation is None and (self.step % config.val_every == 0 or self.step == config.steps):
+                validation = self._validate()
+            due = config.save_every is not None and self.step % config.save_every == 0
+            if self.step > 0 and (due or self.stop or self.step == config.steps):
+                self.save()
+            if self.step == config.steps:
+                assert train is not None
+                assert validation is not None
+                return self._finish(train, validation)
+            if self.stop:
+                number = self.signal or signal.SIGTERM
+                raise Interrupted(number, f"stopped at step {self.step} by signal {number}: {self._last_good()}")
+            train, validation = self._update(), None
+
+    def _update(self) -> dict[str, Any]:
+        self.speed.start()
+        values = self.train_step()
+        values["dt"] = self.speed.stop()
+        if self.step % self.config.log_every == 0 or self.step == self.config.steps:
+            values |= self._performance()
+            eta = (self.config.steps - self.step) * self.speed.per_step()
+            self._event("train", **values)
+            self.progress.train({"step": self.step, **values}, eta=eta)
+        else:
+            self._event("train", **values)
+        return values
+
+    def _performance(self) -> dict[str, Any]:
+        """Tokens per second over all ranks, model FLOPs utilisation where a peak is known, peak memory in bytes."""
+        speed = self.config.tokens_per_step / self.speed.per_step()
+        peak, memory = self.config.peak_flops, None
+        if self.device.type == "cuda":
+            peak = peak or metrics.peak_flops(torch.cuda.get_device_name(self.device))
+            memory = torch.cuda.max_memory_allocated(self.device)
+        used = speed * self.config.model.flops_per_token()
+        return {
+            "tok_s": speed,
+            "mfu": used / (peak * self.world.size) if peak else None,
+            "max_mem": memory if memory is not None else metrics.resident_bytes(),
+        }
+
+    def _validate(self) -> dict[str, Any]:
+        began = time.perf_counter()
+        values = self.evaluate()
+        values["dt"] = time.perf_counter() - began
+        self._event("val", **values)
+        bpb = f"  {values['bits_per_byte']:.4f} bits/byte" if values["bits_per_byte"] else ""
+        self.progress.say(f"step {self.step}/{self.config.steps}  val {values['loss']:.4f}{bpb}")
+        zero = torch.zeros((), device=self.device)
+        self.stop = self._agree(zero, zero)[2]
+        return values
+
+    def _finish(self, train: Mapping[str, Any], validation: Mapping[str, Any]) -> Result:
+        result = Result(
+            folder=self.folder,
+            steps=self.step,
+            tokens=self.step * self.config.tokens_per_step,
+            train_loss=train["loss"],
+            val_loss=validation["loss"],
+            bits_per_byte=validation["bits_per_byte"],
+            recipe=self.config.recipe,
+        )
+        if self.world.main and self.config.sample_tokens and self.inputs.tokenizer is not None:
+            text = self.sample()
+            self._event("sample", text=text)
+            self.progress.say(f"sample: {text!r}")
+        self._event("end", train_loss=result.train_loss, val_loss=result.val_loss, recipe=result.recipe)
+        return result
+
+    def sample(self) -> str:
+        """Text that the model continues from one end-of-text id (or a line break)."""
+        tokenizer = self.inputs.tokenizer
+        assert tokenizer is not None
+        start = [tokenizer.eot] if tokenizer.eot is not None else tokenizer.encode("\n")
+        prompt = torch.tensor([start], device=self.device)
+        new = min(self.config.sample_tokens, self.config.seq - len(start))
+        ids = tnlm.generate(self.model, prompt, new, temperature=0.8, seed=self.config.seed)
+        return tokenizer.decode(ids[0, len(start) :].tolist())
+
+    # Checkpoints
+
+    def save(self) -> None:
+        """Write a complete checkpoint of this step; rank 0 does, the others wait."""
+        on_main(self._save, self.world)
+
+    def _save(self) -> None:
+        path = checkpointing.save(
+            self.folder,
+            step=self.step,
+            model=self.model,
+            tokenizer=self.inputs.tokenizer,
+            tensors={**self.optimizers.state(), **checkpointing.random_state()},
+            facts={
+                "loader": self.inputs.loader.state_dict(),
+                "recipe": self.config.recipe,
+                "versions": versions(),
+            },
+        )
+        checkpointing.prune(self.folder, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
+        self._event("save", path=str(path.relative_to(self.folder)))
+
+    def restore(self) -> bool:
+        """Load the newest complete checkpoint, or the trunk's of a branch; false for a fresh start."""
+        path, log = on_main(self._find_checkpoint, self.world)
+        if path is not None:
+            self._load(checkpointing.load(path))
+        self.recorded = on_main(lambda: self._cut_back(log), self.world)
+        return path is not None
+
+    def _find_checkpoint(self) -> tuple[Path | None, Path]:
+        """The checkpoint to continue from, and the log that led to it."""
+        path, skipped = checkpointing.find_latest(self.folder)
+        for reason in skipped:
+            self.say(f"passed over {reason}")
+        checkpointing.remove_interrupted(self.folder)
+        log = self.folder / "metrics.jsonl"
+        if path is None and self.config.branched_from is not None:
+            path = Path(self.config.branched_from)
+            log = path.parents[1] / "metrics.jsonl"
+        return path, log
+
+    def _cut_back(self, log: Path) -> dict[str, dict[str, Any]]:
+        """Cut the log back to this step; returns its events of exactly this step, by kind."""
+        events = metrics.cut_back(log, self.step, into=self.folder / "metrics.jsonl")
+        return {event["kind"]: event for event in events if event.get("step") == self.step}
+
+    def _load(self, checkpoint: checkpointing.Checkpoint) -> None:
+        self.inputs.loader.load_state_dict(checkpoint.facts["loader"])
+        state = checkpoint.model_state()
+        dtypes = {name: p.dtype for name, p in self.model.state_dict().items()}
+        other = [name for name, p in state.items() if dtypes.get(name, p.dtype) != p.dtype]
+        if other:
+            raise ValueError(
+                f"checkpoint {checkpoint.path} holds {other[0]} in {state[other[0]].dtype}, this run in "
+                f"{dtypes[other[0]]}; resume with the same recipe and precision"
+            )
+        self.model.load_state_dict(state)
+        self.optimizers.load_state(checkpoint.tensors)
+        checkpointing.restore_random_state(checkpoint.tensors)
+        self.step = checkpoint.step
+
+    # Small things
+
+    def facts(self) -> dict[str, Any]:
+        """What the run depends on beyond its configuration; the ``start`` event."""
+        config = self.config
+        return {
+            "recipe": config.recipe,
+            "n_params": config.model.n_params,
+            "flops_per_token": config.model.flops_per_token(),
+            "tokens_per_step": config.tokens_per_step,
+            "warmdown_steps": config.warmdown_steps,
+            "data": self.inputs.facts,
+            "world_size": self.world.size,
+            "accumulation": self.inputs.loader.accumulation,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+            "dtype": "bfloat16" if self.mixed else "float32",
+            "versions": versions(),
+        }
+
+    def headline(self) -> str:
+        config, model = self.config, self.config.model
+        dtype = "bf16" if self.mixed else "fp32"
+        where = f"{self.world.size} x {self.device.type}" if self.world.size > 1 else str(self.device)
+        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        return (
+            f"{config.preset}: {model.mlp} MLP, {model.attention} attention, {model.n_params / 1e6:.2f}M parameters; "
+            f"{config.steps} steps of {config.tokens_per_step:,} tokens; recipe {config.recipe}, {dtype}, "
+            f"{where}{threads}; {self.folder}"
+        )
+
+    def say(self, text: str) -> None:
+        if self.progress_enabled:
+            print(text, file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end the run after the step, with a save; a second one ends the process at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.signal:
+                os._exit(128 + number)
+            self.signal = number
+            self.say(f"{signal.Signals(number).name}: saving after this step; once more to exit at once")
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _agree(self, loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
+        """Means over ranks of loss and gradient norm, and whether any rank was told to stop; one collective."""
+        values = torch.stack([loss.double(), norm.double(), torch.tensor(float(self.signal > 0), device=loss.device)])
+        loss_sum, norm_sum, stop = sum_over_ranks(values, self.world).tolist()
+        return loss_sum / self.world.size, norm_sum / self.world.size, stop > 0
+
+    def _last_good(self) -> str:
+        path, _ = checkpointing.find_latest(self.folder)
+        return f"the last complete checkpoint is {path}" if path else "no checkpoint had been saved"
+
+    def _event(self, kind: str, **values: Any) -> None:
+        if self.log is not None:
+            self.log.append(kind, step=self.step, tokens=self.step * self.config.tokens_per_step, **values)
+            self.tracking.log(kind, {"step": self.step, **values})
+
+
+def claim_folder(config: TrainConfig) -> None:
+    """Make the run folder and write ``config.json``; an existing one must hold the same run.
+
+    Raises:
+        ValueError: It holds another run; lists the fields that differ.
+    """
+    path = config.folder / "config.json"
+    if path.exists():
+        old, new = load_config(path).to_dict(), config.to_dict()
+        changed = [f"{k}: {old[k]} -> {new[k]}" for k in new if k not in OPERATIONAL | {"model"} and old[k] != new[k]]
+        models = old["model"], new["model"]
+        changed += [f"model.{k}: {models[0][k]} -> {v}" for k, v in models[1].items() if models[0][k] != v]
+        if changed:
+            raise ValueError(
+                f"{config.folder} holds another run, differing in {'; '.join(changed)}. Choose another --out, repeat "
+                "the command it was started with to resume it, or start a new schedule from it with tnlm-train branch"
+            )
+    config.folder.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(".config.json.part")
+    part.write_text(json.dumps(config.to_dict(), indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def wants_bfloat16(config: TrainConfig, device: torch.device) -> bool:
+    """Whether activations are bf16: asked for, or automatic on a GPU that has it."""
+    if config.precision == "auto":
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return config.precision == "bfloat16"
+
+
+def build_model(config: TrainConfig, *, mixed: bool, initial: Mapping[str, Tensor] | None = None) -> Transformer:
+    """The fresh model on CPU, the same for every world size and device.
+
+    ``replication`` keeps every parameter in float32 and computes in bf16 if ``mixed``. ``replication-exact`` then also
+    holds the embedding and everything below two dimensions in bf16, as the public code does.
+    """
+    torch.manual_seed(config.seed)
+    model = Transformer(config.model)
+    with torch.no_grad():
+        model.embed.w_e.mul_(config.init_scale)
+    if mixed and config.recipe == "replication-exact":
+        for name, p in model.named_parameters():
+            if name == "embed.w_e" or p.ndim < 2:
+                p.data = p.data.bfloat16()
+    elif mixed:
+        model.compute_dtype = torch.bfloat16
+    if initial is not None:
+        model.load_state_dict(initial)
+    return model
+
+
+def versions() -> dict[str, str | None]:
+    """Of tnlm (with the commit of its checkout), torch and python."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=False)
+        commit = done.stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        commit = None
+    return {
+        "tnlm": tnlm.__version__,
+        "commit": commit,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _buckets(sums: list[float], windows: int) -> list[list[float]]:
+    """``[start, stop, mean loss]`` of positions 0..63, then doubling."""
+    buckets, start, stop = [], 0, 64
+    while start < len(sums):
+        stop = min(stop, len(sums))
+        buckets.append([start, stop, sum(sums[start:stop]) / (stop - start) / windows])
+        start, stop = stop, 2 * stop
+    return buckets
