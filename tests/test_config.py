@@ -6,7 +6,7 @@ import math
 import pytest
 
 import tnlm
-from tiny_models import ATTENTIONS, MLPS, tiny
+from tests.tiny_models import ATTENTIONS, MLPS, tiny
 from tnlm.config import METADATA_KEYS, ModelConfig, published_size
 
 SMALL = {"d_vocab": 11, "n_layer": 2, "n_head": 3, "d_model": 30, "d_hidden": 7, "n_ctx": 13}
@@ -154,7 +154,9 @@ def test_integers_where_numbers_are_meant_compare_equal_after_a_round_trip():
 def test_each_required_key_is_missed_by_name(key):
     values = tiny().to_dict()
     del values[key]
-    with pytest.raises(ValueError, match=f"folder/config.json does not fit ModelConfig: missing {key}; unexpected none"):
+    with pytest.raises(
+        ValueError, match=f"folder/config.json does not fit ModelConfig: missing {key}; unexpected none"
+    ):
         ModelConfig.from_dict(values, source="folder/config.json")
 
 

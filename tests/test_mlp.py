@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tiny_models import MLPS
+from tests.tiny_models import MLPS
 from tnlm.config import GATED_MLPS
 from tnlm.mlp import MLP, BilinearMLP
 

@@ -42,7 +42,7 @@ def test_rotation_keeps_norms():
 
 
 def test_angles_are_formed_in_float32_and_then_rounded():
-    """bf16 holds no position above 256: angles formed in it would be wrong by 1.97 in a cosine, rounding costs 0.002."""
+    """Angles formed in bf16 would be wrong by 1.97 in a cosine; rounding the table costs 0.002."""
     exact, _ = rotary_tables(1024, 64)
     rounded, _ = rotary_tables(1024, 64, dtype=torch.bfloat16)
     assert rounded.dtype == torch.bfloat16

@@ -6,6 +6,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from tests.conftest import randomize
 from tnlm.config import AttentionKind, MLPKind, ModelConfig
 from tnlm.transformer import Transformer
 
@@ -21,13 +22,8 @@ def tiny(**changes: object) -> ModelConfig:
 
 
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> Transformer:
-    """A model whose every parameter is noise: fresh output maps are zero, and identities would hold as 0 == 0."""
     model = Transformer(config, dtype=dtype)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            fan_in = p.shape[-1] if p.ndim > 1 else 4
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / fan_in**0.5)
+    randomize(model, seed)
     return model
 
 
