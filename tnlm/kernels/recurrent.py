@@ -2,8 +2,8 @@
 
 ``(q1 . k1)(q2 . k2) = vec(q1 q2^T) . vec(k1 k2^T)``, so everything that a query needs of the past is
 ``S = sum_j vec(k1_j k2_j^T) v_j^T``. Squared attention keeps one of each symmetric pair, ``d (d + 1) / 2`` features.
-Rounding differs from the quadratic forms, so "auto" never chooses this. Wins over them past about
-``4/3 d**3 / d`` tokens (`docs/kernels.md`), and always in memory once the past is longer than the state.
+Rounding differs from the quadratic forms, so "auto" never chooses this. It needs fewer operations than they do past
+about ``4 d**2 / 3`` tokens for equal widths d (``docs/kernels.md``).
 """
 
 import copy
@@ -86,7 +86,7 @@ class State:
         """Append tokens without asking anything: ``k1, k2, v``, or ``k, v`` for squared."""
         *keys, v = operands
         self._check_count(len(keys), 1)
-        for rows in (slice(i, i + CHUNK) for i in range(0, v.shape[1], CHUNK)):
+        for rows in (slice(i, i + CHUNK) for i in range(0, max(v.shape[1], 1), CHUNK)):
             self._append([k[:, rows] for k in keys], v[:, rows])
             self._fold_when_full()
 

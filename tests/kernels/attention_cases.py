@@ -1,0 +1,100 @@
+"""Operands, the definition in loops, and the error contract that every implementation is held to."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tnlm.kernels import bilinear_attention, squared_attention
+
+FUNCTIONS = {"bilinear": bilinear_attention, "squared": squared_attention}
+LENGTHS = (1, 2, 7, 15, 16, 17, 63, 64, 65, 127, 129, 1000)
+LIMITS = {torch.bfloat16: 5e-3, torch.float16: 6e-4, torch.float32: 2e-6, torch.float64: 1e-14}
+"""Largest error of an output or a gradient, relative to the same sum over absolute values."""
+
+
+def operands(
+    kind: str,
+    *,
+    seq_q: int,
+    seq_k: int | None = None,
+    batch: int = 2,
+    n_head: int = 3,
+    d_qk: int = 4,
+    d_v: int = 10,
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
+    """Noise for q1, k1, q2, k2, v or q, k, v, requiring gradients; drawn in float64, then rounded."""
+    seq_k = seq_q if seq_k is None else seq_k
+    draw = torch.complex128 if dtype.is_complex else torch.float64
+    shapes = [(seq_q, d_qk), (seq_k, d_qk)] * (2 if kind == "bilinear" else 1) + [(seq_k, d_v)]
+    return [torch.randn(batch, seq, n_head, d, dtype=draw).to(dtype).requires_grad_() for seq, d in shapes]
+
+
+def outputs_and_gradients(
+    kind: str, tensors: list[Tensor], grad: Tensor | None = None, **options: object
+) -> list[Tensor]:
+    """The output, then the gradient of each operand for the incoming gradient ``grad`` (ones by default)."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = FUNCTIONS[kind](*leaves, **options)
+    grad = torch.ones_like(out) if grad is None else grad
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def loops(kind: str, tensors: list[Tensor], *, causal: bool, scale: float) -> Tensor:
+    """The sum of the definition, one pair of positions at a time."""
+    q1, k1, q2, k2, v = tensors if kind == "bilinear" else [*tensors[:2], *tensors[:2], tensors[2]]
+    (batch, seq_q, n_head, _), seq_k = q1.shape, v.shape[1]
+    out = v.new_zeros(batch, seq_q, n_head, v.shape[3])
+    for i in range(seq_q):
+        for j in range(seq_k):
+            if not causal or j <= i + seq_k - seq_q:
+                score = (q1[:, i] * k1[:, j]).sum(-1) * (q2[:, i] * k2[:, j]).sum(-1) * scale
+                out[:, i] += score[..., None] * v[:, j]
+    return out
+
+
+def assert_contract(kind: str, tensors: list[Tensor], implementations: Sequence[str], **options: object) -> None:
+    """Errors against float64 within the limit of the dtype, and within twice those of eager above half of it.
+
+    An error is a norm relative to that of the same sum over absolute values: relative to the value itself, a sum
+    that happens to cancel would fail at any precision.
+    """
+    q, v = tensors[0], tensors[-1]
+    grad = torch.randn(q.shape[0], q.shape[1], q.shape[2], v.shape[3], dtype=torch.float64).to(v.dtype)
+    wide = [x.detach().double() for x in tensors]
+    exact = options | {"implementation": "eager"}
+    want = outputs_and_gradients(kind, wide, grad.double(), **exact)
+    size = outputs_and_gradients(kind, [x.abs() for x in wide], grad.double().abs(), **exact)
+
+    def errors(implementation: str) -> list[float]:
+        got = outputs_and_gradients(kind, tensors, grad, implementation=implementation, **options)
+        return [((a.double() - b).norm() / c.norm()).item() for a, b, c in zip(got, want, size, strict=True)]
+
+    limit, eager = LIMITS[v.dtype], errors("eager")
+    for implementation in implementations:
+        for error, reference in zip(errors(implementation), eager, strict=True):
+            assert error <= limit, implementation
+            assert error <= max(2 * reference, limit / 2), implementation
+
+
+def in_nan_buffer(x: Tensor) -> Tensor:
+    """The same numbers as a view whose neighbours in memory, on every side, are NaN."""
+    batch, seq, n_head, d = x.shape
+    buffer = torch.full((batch + 2, seq + 6, n_head + 2, d + 32), torch.nan, dtype=x.dtype)
+    view = buffer[1:-1, 3:-3, 1:-1, 16:-16]
+    view.copy_(x.detach())
+    return view
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "seq last": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+    "every second head": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
+    "every second number": lambda x: x.repeat_interleave(2, dim=3)[..., ::2],
+    "storage offset": lambda x: torch.cat([x[:1], x])[1:],
+    "fused": lambda x: torch.cat([x, x, x], dim=3)[..., x.shape[3] : 2 * x.shape[3]],
+    "flipped twice": lambda x: x.flip(1).flip(1),
+    "NaN around": in_nan_buffer,
+}
+"""Layouts of the same numbers; kernels see strides, offsets and neighbours that a packed tensor never has."""

@@ -1,0 +1,165 @@
+"""What every implementation owes: small errors at all lengths, properties of the formula, any memory layout."""
+
+import pytest
+import torch
+
+from tests.kernels.attention_cases import (
+    FUNCTIONS,
+    LENGTHS,
+    VIEWS,
+    assert_contract,
+    in_nan_buffer,
+    operands,
+    outputs_and_gradients,
+)
+
+IMPLEMENTATIONS = ("eager", "chunked", "recurrent")
+BOTH = pytest.mark.parametrize("kind", FUNCTIONS)
+EACH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+@BOTH
+@pytest.mark.parametrize("seq", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_error_contract(kind, seq, dtype, nan_memory):
+    tensors = operands(kind, seq_q=seq, n_head=8, d_qk=8, d_v=24, dtype=dtype)
+    assert_contract(kind, [in_nan_buffer(x) for x in tensors], IMPLEMENTATIONS)
+
+
+@BOTH
+@EACH
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "seq_q, seq_k", [(127, 127), (128, 128), (129, 129), (391, 391), (1, 300), (200, 301), (301, 140), (3, 0)]
+)
+def test_float64_equals_eager(kind, implementation, causal, seq_q, seq_k, nan_memory):
+    tensors = operands(kind, seq_q=seq_q, seq_k=seq_k, batch=1)
+    grad = torch.randn(1, seq_q, 3, 10, dtype=torch.float64)
+    options = {"causal": causal, "scale": 0.1}
+    got = outputs_and_gradients(kind, tensors, grad, implementation=implementation, **options)
+    want = outputs_and_gradients(kind, tensors, grad, implementation="eager", **options)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_chunked_in_several_groups_of_heads(monkeypatch):
+    monkeypatch.setattr("tnlm.kernels.chunked.TILE_ELEMENTS", 128 * 130 * 2)
+    for kind in FUNCTIONS:
+        tensors = operands(kind, seq_q=130, batch=1, n_head=5)
+        got = outputs_and_gradients(kind, tensors, implementation="chunked")
+        want = outputs_and_gradients(kind, tensors, implementation="eager")
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@BOTH
+@EACH
+@pytest.mark.parametrize("shape", [{"seq_q": 0}, {"seq_q": 0, "seq_k": 3}, {"seq_q": 5, "batch": 0}])
+def test_empty_inputs_give_empty_outputs(kind, implementation, shape):
+    tensors = operands(kind, **shape)
+    out, *gradients = outputs_and_gradients(kind, tensors, implementation=implementation)
+    assert out.shape == (*tensors[0].shape[:3], 10)
+    assert [g.shape for g in gradients] == [x.shape for x in tensors]
+    assert not any(g.count_nonzero() for g in gradients)
+
+
+@BOTH
+@EACH
+def test_degree_in_each_operand(kind, implementation):
+    tensors = operands(kind, seq_q=131)
+    out = FUNCTIONS[kind](*tensors, implementation=implementation)
+    for i in range(len(tensors)):
+        scaled = [x * -3 if i == j else x for j, x in enumerate(tensors)]
+        degree = 2 if kind == "squared" and i < 2 else 1
+        torch.testing.assert_close(FUNCTIONS[kind](*scaled, implementation=implementation), (-3) ** degree * out)
+
+
+@EACH
+def test_the_two_factors_commute(implementation):
+    q1, k1, q2, k2, v = operands("bilinear", seq_q=131)
+    attend = FUNCTIONS["bilinear"]
+    torch.testing.assert_close(
+        attend(q1, k1, q2, k2, v, implementation=implementation),
+        attend(q2, k2, q1, k1, v, implementation=implementation),
+    )
+
+
+@EACH
+def test_squared_is_bilinear_of_equal_factors(implementation):
+    q, k, v = operands("squared", seq_q=131)
+    out, dq, dk, dv = outputs_and_gradients("squared", [q, k, v], implementation=implementation)
+    same, dq1, dk1, dq2, dk2, dv_ = outputs_and_gradients("bilinear", [q, k, q, k, v], implementation=implementation)
+    torch.testing.assert_close([out, dq, dk, dv], [same, dq1 + dq2, dk1 + dk2, dv_])
+
+
+@BOTH
+@EACH
+@pytest.mark.parametrize("at", [0, 1, 64, 130])
+def test_causality_is_bit_exact(kind, implementation, at):
+    tensors = [x.detach() for x in operands(kind, seq_q=131, dtype=torch.float32)]
+    before = FUNCTIONS[kind](*tensors, implementation=implementation)
+    for x in tensors:
+        x[:, at] += 1
+    after = FUNCTIONS[kind](*tensors, implementation=implementation)
+    assert torch.equal(before[:, :at], after[:, :at])
+    assert not torch.equal(before[:, at], after[:, at])
+
+
+@BOTH
+@EACH
+def test_a_prefix_gives_the_prefix_of_the_output(kind, implementation):
+    tensors = operands(kind, seq_q=200)
+    out = FUNCTIONS[kind](*tensors, implementation=implementation)
+    for t in (1, 127, 129):
+        prefix = FUNCTIONS[kind](*(x[:, :t] for x in tensors), implementation=implementation)
+        torch.testing.assert_close(prefix, out[:, :t])
+
+
+@BOTH
+@EACH
+@pytest.mark.parametrize("view", VIEWS)
+def test_layout_changes_no_bit(kind, implementation, view):
+    packed = [x.detach() for x in operands(kind, seq_q=130, d_v=12, dtype=torch.float32)]
+    views = [VIEWS[view](x) for x in packed]
+    grad = torch.randn(2, 130, 3, 12)
+    strided_grad = grad.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    want = outputs_and_gradients(kind, packed, grad, implementation=implementation)
+    got = outputs_and_gradients(kind, views, strided_grad, implementation=implementation)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@EACH
+def test_an_expanded_batch_is_a_repeated_one(implementation):
+    tensors = [x.detach() for x in operands("bilinear", seq_q=130, batch=1, dtype=torch.float32)]
+    expanded = [x.expand(3, -1, -1, -1) for x in tensors]
+    out = FUNCTIONS["bilinear"](*expanded, implementation=implementation)
+    repeated = FUNCTIONS["bilinear"](*(x.contiguous() for x in expanded), implementation=implementation)
+    assert torch.equal(out, repeated)
+    assert out.is_contiguous()
+
+
+@BOTH
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_scores_are_summed_in_float32(kind, implementation, dtype):
+    q = k = 4 * torch.ones(1, 1, 1, 64, dtype=dtype)  # one score of 1024
+    v = torch.ones(1, 1, 1, 1, dtype=dtype)
+    tensors = [q, k] * (2 if kind == "bilinear" else 1) + [v]
+    out = FUNCTIONS[kind](*tensors, scale=1.0, implementation=implementation)
+    assert out.item() == 1024**2
+    assert FUNCTIONS[kind](*tensors, implementation=implementation).item() == 1024**2 / 64**2
+
+    q = k = torch.full((1, 1024, 1, 2), 10.0, dtype=dtype)  # 1024 scores of 200
+    tensors = [q[:, :1], k] * (2 if kind == "bilinear" else 1) + [torch.ones(1, 1024, 1, 1, dtype=dtype)]
+    out = FUNCTIONS[kind](*tensors, scale=1.0, implementation=implementation)
+    assert out.item() == torch.tensor(40_960_000.0).to(dtype).item()
+
+
+@BOTH
+@EACH
+@pytest.mark.user_error
+def test_float16_overflow_raises_on_a_cpu(kind, implementation):
+    q = k = 4 * torch.ones(1, 1, 1, 64, dtype=torch.float16)
+    tensors = [q, k] * (2 if kind == "bilinear" else 1) + [torch.ones(1, 1, 1, 1, dtype=torch.float16)]
+    with pytest.raises(ValueError, match=r"must fit float16 .* got 1\.04858e\+06.* use bfloat16"):
+        FUNCTIONS[kind](*tensors, scale=1.0, implementation=implementation)
+    assert FUNCTIONS[kind](*tensors, implementation=implementation).item() == 256
