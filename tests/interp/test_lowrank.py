@@ -1,0 +1,46 @@
+"""Thin factors against the dense matrix."""
+
+import pytest
+import torch
+
+from tests.interp.builders import noise
+from tnlm.interp import LowRank
+
+close = torch.testing.assert_close
+
+
+@pytest.mark.parametrize("m, r, n", [(7, 3, 5), (2, 3, 5), (5, 3, 2), (1, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_svd_norm_and_inner_are_those_of_the_dense_matrix(m, r, n, dtype):
+    a = LowRank(noise(m, r, dtype=dtype), noise(r, n, seed=1, dtype=dtype))
+    b = LowRank(noise(m, 4, seed=2, dtype=dtype), noise(4, n, seed=3, dtype=dtype))
+    w = a.tensor()
+    u, s, vh = a.svd()
+    close((u * s) @ vh, w)
+    close(u.mH @ u, torch.eye(u.shape[1], dtype=dtype))
+    close(s, torch.linalg.svdvals(w)[: len(s)], rtol=1e-10, atol=1e-12)
+    close(a.norm(), w.norm())
+    close(a.inner(b), (w * b.tensor().conj()).sum())
+    x = noise(n, 2, seed=4, dtype=dtype)
+    close(a @ x, w @ x)
+    close(a.mT.tensor(), w.mT)
+    peaks = u.gather(0, u.abs().argmax(0, keepdim=True))
+    close(peaks, peaks.abs().to(dtype))
+
+
+def test_dense_over_the_budget_is_refused_before_allocating():
+    a = LowRank(torch.zeros(2**20, 1), torch.zeros(1, 2**20))
+    with pytest.raises(ValueError, match=r"dense matrix of shape \(1048576, 1048576\) needs 4,398,046,511,104 bytes"):
+        a.tensor()
+
+
+@pytest.mark.user_error
+def test_bad_factors_are_refused():
+    a = LowRank(noise(7, 3), noise(3, 5))
+    for call, text in [
+        (lambda: LowRank(noise(7, 3), noise(1, 5)), r"right must have shape \(3, any\), got \(1, 5\)"),
+        (lambda: LowRank(noise(7, 3) * torch.nan, noise(3, 5)), "left must be finite"),
+        (lambda: a.inner(LowRank(noise(7, 3), noise(3, 1))), r"same shape to be compared, got \(7, 5\) and \(7, 1\)"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            call()

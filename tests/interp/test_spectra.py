@@ -1,0 +1,169 @@
+"""Eigenpairs, residuals, the certificate, and the four effective ranks."""
+
+import pytest
+import torch
+
+from tests.interp.builders import SHAPES, dense, gauged, make_layer, noise
+from tnlm.interp import BilinearTensor, eig, effective_rank
+from tnlm.interp.spectra import lanczos
+
+close = torch.testing.assert_close
+
+
+def planted(values, d, seed=0):
+    """One output whose form has the given non-zero eigenvalues; returns it and its eigenvectors as columns."""
+    v = torch.linalg.qr(noise(d, len(values), seed=seed))[0]
+    return BilinearTensor(v.T, v.T, torch.tensor([values], dtype=torch.float64)), v
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", ["full", "krylov"])
+def test_full_decomposition_rebuilds_the_output(shape, method):
+    b = make_layer(*shape)
+    u, x = noise(4, b.d_out, seed=1), noise(11, b.d_in, seed=2)
+    pairs = eig(b, u, method=method)
+    rebuilt = torch.einsum("nk,bnk->bn", pairs.values, torch.einsum("nik,bi->bnk", pairs.vectors, x).square())
+    close(rebuilt, (b(x) - b.bias) @ u.T, rtol=1e-10, atol=1e-10)
+    close(pairs.vectors.mT @ pairs.vectors, torch.eye(b.d_in).double().expand(4, -1, -1))
+    close(pairs.values.sum(-1), u @ b.traces())
+    assert float(pairs.residuals.max()) < 1e-12 * float(pairs.values.abs().max())
+    assert torch.equal(pairs.unfound, torch.zeros(4, dtype=torch.float64))
+    magnitudes = pairs.values.abs()
+    assert bool((magnitudes[:, :-1] >= magnitudes[:, 1:] - 1e-12).all())
+
+
+def test_a_form_given_unsymmetrically():
+    # [[1, 5], [1, 2]]: reading one triangle would give 0.381966, 2.618034
+    form = torch.tensor([[1.0, 5.0], [1.0, 2.0]], dtype=torch.float64)
+    b = BilinearTensor(torch.eye(2, dtype=torch.float64), form, torch.ones(1, 2, dtype=torch.float64))
+    values = eig(b, torch.ones(1, dtype=torch.float64)).values
+    close(values, torch.tensor([4.541381265149109, -1.5413812651491097], dtype=torch.float64))
+
+
+def test_order_and_the_bound_on_what_is_not_listed():
+    b, v = planted([3.0, -7.0, 2.0, -1.0], 6)
+    u = torch.ones(1, dtype=torch.float64)
+    for which, first, rest in [("abs", [-7.0, 3.0], 2.0), ("max", [3.0, 2.0], 7.0), ("min", [-7.0, -1.0], 3.0)]:
+        pairs = eig(b, u, 2, which)
+        close(pairs.values, torch.tensor(first, dtype=torch.float64))
+        close(pairs.unfound, torch.tensor(rest, dtype=torch.float64))
+        at = [3.0, -7.0, 2.0, -1.0].index(first[0])
+        close((pairs.vectors[:, 0] @ v[:, at]).abs(), torch.tensor(1.0).double())
+
+
+def test_spectrum_sees_only_the_function():
+    b = make_layer()
+    u = noise(2, 3, seed=1)
+    one, other = eig(b, u), eig(gauged(b), u)
+    close(one.values, other.values)
+    close(one.vectors, other.vectors, rtol=1e-8, atol=1e-8)  # signs are fixed: largest entry positive
+    peaks = one.vectors.gather(1, one.vectors.abs().argmax(1, keepdim=True))
+    assert bool((peaks > 0).all())
+
+
+@pytest.mark.parametrize("method", ["full", "krylov"])
+def test_degenerate_eigenspace_by_its_projector(method):
+    b, v = planted([2.0, 2.0, -1.0], 5)
+    pairs = eig(b, torch.ones(1, 1, dtype=torch.float64), 3, method=method)
+    close(pairs.values[0], torch.tensor([2.0, 2.0, -1.0], dtype=torch.float64))
+    space = pairs.vectors[0, :, :2]
+    close(space @ space.T, v[:, :2] @ v[:, :2].T)
+
+
+def test_krylov_finds_planted_components_and_certifies_them():
+    # 64 weak units of noise under 3 strong ones, in float32 at a width where auto takes the iteration
+    d, strong = 523, [9.0, -8.0, 7.0]
+    b, v = planted(strong, d)
+    weak = make_layer(1, d, 64, bias=False, seed=3) * (0.5 / d)
+    b = (b + weak).to(torch.float32)
+    u = torch.linspace(0.5, 2, 5)[:, None]
+    pairs = eig(b, u, 3)
+    exact = eig(b.to(torch.float64), u.double(), 3, method="full")
+    close(pairs.values.double(), exact.values, rtol=2e-6, atol=0)
+    assert float((pairs.residuals / pairs.values[:, :1].abs()).max()) <= 1e-5
+    for n in range(3):
+        assert float((pairs.vectors[0, :, n].double() @ v[:, n]).abs()) > 0.99
+    assert bool((pairs.unfound.double() >= exact.unfound).all())
+    assert bool((pairs.unfound < pairs.values.abs()[:, -1]).all())
+
+
+def test_a_capped_iteration_returns_honest_residuals():
+    b = make_layer(1, 61, 67, bias=False)
+    u = torch.ones(1, 1, dtype=torch.float64)
+    pairs = eig(b, u, 4, method="krylov", max_steps=9)
+    q = b.interaction(u)[0]
+    true = (q @ pairs.vectors[0] - pairs.vectors[0] * pairs.values[0]).norm(dim=0)
+    close(pairs.residuals[0], true)
+    assert float(true.max()) > 1e-3
+    # nothing converged, so nothing is excluded: the bound is the norm of the whole form
+    assert float(pairs.unfound[0]) >= float(torch.linalg.eigvalsh(q).abs().max())
+
+
+def test_lanczos_results_do_not_depend_on_companions():
+    b = make_layer(4, 31, 37, bias=False)
+    u = noise(6, 4, seed=1)
+    together, alone = eig(b, u, 2, method="krylov"), eig(b, u[3:4], 2, method="krylov")
+    close(together.values[3:4], alone.values, rtol=1e-12, atol=0)
+    close(together.vectors[3:4], alone.vectors, rtol=1e-7, atol=1e-9)
+
+
+def test_zero_form():
+    b = make_layer(2, 5, 3) * 0
+    for method in ("full", "krylov"):
+        pairs = eig(b, noise(4, 2), 2, method=method)
+        assert not pairs.values.any()
+        assert not pairs.unfound.any()
+    assert float(effective_rank(b, noise(2), "entropy")) == 0
+
+
+def test_effective_ranks():
+    b, _ = planted([2.0, -1.0, 1.0], 6)
+    u = torch.ones(1, dtype=torch.float64)
+    p = torch.tensor([4, 1, 1], dtype=torch.float64) / 6
+    expected = {"participation": 16 / 6, "entropy": float((-(p * p.log()).sum()).exp()), "max": 2.0, "stable": 1.5}
+    for kind, value in expected.items():
+        close(effective_rank(b, u, kind), torch.tensor(value, dtype=torch.float64))
+    close(effective_rank(b, 1e-200 * u, "stable"), torch.tensor(1.5, dtype=torch.float64))
+    with pytest.raises(TypeError, match="kind"):
+        effective_rank(b, u)
+
+
+def test_eig_of_no_direction_is_empty():
+    pairs = eig(make_layer(), noise(0, 3), 2)
+    assert [tuple(t.shape) for t in pairs] == [(0, 2), (0, 5, 2), (0, 2), (0,)]
+
+
+@pytest.mark.user_error
+def test_bad_arguments_are_refused():
+    b = make_layer()
+    complex_layer = BilinearTensor(*(w.to(torch.complex128) for w in (b.w_l, b.w_r, b.w_d)))
+    for call, text in [
+        (lambda: eig(b, noise(5)), r"u must have shape \(\.\.\., 3\), got \(5,\)"),
+        (lambda: eig(b, torch.full((3,), torch.nan).double()), "u must be finite"),
+        (lambda: eig(b, noise(3), 6), "k must be an integer between 1 and 5, got 6"),
+        (lambda: eig(b, noise(3), 2.0), "k must be an integer between 1 and 5, got 2.0"),
+        (lambda: eig(b, noise(3), which="largest"), "which must be one of"),
+        (lambda: eig(b, noise(3), method="lobpcg"), "method must be one of"),
+        (lambda: eig(b, noise(3), max_bytes=8), "eigenvectors .* more than max_bytes=8; ask for fewer"),
+        (lambda: eig(b, noise(2, 3), 4, method="krylov", max_steps=3), "max_steps must be at least k"),
+        (lambda: eig(complex_layer, noise(3).to(torch.complex128)), "must be real for this analysis, got torch.complex128"),
+        (lambda: effective_rank(b, noise(3), "rank"), "kind must be one of"),
+        (lambda: effective_rank(b, noise(2), "max"), r"u must have shape \(\.\.\., 3\)"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
+def test_lanczos_on_any_operator():
+    q = dense(make_layer(2, 13, 17, bias=False))
+    pairs = lanczos(
+        lambda x, active: (q[active] @ x[:, :, None])[:, :, 0],
+        q.square().sum((1, 2)),
+        13,
+        1,
+        dtype=q.dtype,
+        which="max",
+        tol=1e-12,
+        check_every=3,
+    )
+    close(pairs.values[:, 0], torch.linalg.eigvalsh(q)[:, -1])

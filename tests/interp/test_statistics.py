@@ -1,0 +1,139 @@
+"""Moments and bounds with the values that pen and paper give."""
+
+import pytest
+import torch
+
+from tests.interp.builders import SHAPES, make_layer, monomial, noise
+from tnlm.interp import BilinearTensor, bounds, eig, jacobian_kernel, moments, trace_bounds
+
+close = torch.testing.assert_close
+
+
+def second_moment(m):
+    return m.cov + torch.outer(m.mean, m.mean)
+
+
+@pytest.mark.parametrize("d", [2, 3, 7])
+def test_moments_of_monomials(d):
+    # f = x0 x1: mean 0, E f^2 = 1 (Gaussian), d / (d + 2) (sphere); f = x0^2: mean 1, E f^2 = 3 and 3 d / (d + 2)
+    for b, mean, fourth in [(monomial(0, 1, d), 0.0, 1.0), (monomial(0, 0, d), 1.0, 3.0)]:
+        for kind, factor in [("gaussian", 1.0), ("sphere", d / (d + 2))]:
+            m = moments(b, kind=kind)
+            close(m.mean, torch.tensor([mean]).double())
+            close(second_moment(m), torch.tensor([[factor * fourth]]).double())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_moments_in_terms_of_the_gram(shape):
+    b = make_layer(*shape)
+    m, g = b.traces(), b.gram("out")
+    close(moments(b, kind="gaussian").mean, m + b.bias)
+    close(moments(b, kind="gaussian").cov, 2 * g)
+    unbiased = moments(BilinearTensor(b.w_l, b.w_r, b.w_d))
+    close(second_moment(unbiased), b.d_in / (b.d_in + 2) * (2 * g + torch.outer(m, m)))
+    close(moments(b).cov, unbiased.cov)
+
+
+def test_non_central_moments_of_a_square():
+    # x ~ N(1, 1): E x^2 = 2, E x^4 = 10
+    one = torch.ones(1, dtype=torch.float64)
+    m = moments(monomial(0, 0, 1), mean=one, cov=one[None], kind="gaussian")
+    close(m.mean, torch.tensor([2.0]).double())
+    close(second_moment(m), torch.tensor([[10.0]]).double())
+
+
+def test_non_central_moments_against_samples():
+    b = make_layer(bias=True)
+    mean, a = noise(5, seed=1), noise(5, 5, seed=2) / 2
+    m = moments(b, mean=mean, cov=a @ a.T, kind="gaussian")
+    f = b(mean + noise(200_000, 5, seed=3) @ a.T)
+    error = f.std(0) / len(f) ** 0.5
+    assert float(((f.mean(0) - m.mean) / error).abs().max()) < 4
+    close(torch.cov(f.T), m.cov, rtol=0.05, atol=0.01 * float(m.cov.abs().max()))
+
+
+def test_moments_under_a_covariance_are_those_of_the_folded_layer():
+    b, a = make_layer(), noise(5, 4, seed=2)
+    direct, folded = moments(b, cov=a @ a.T, kind="gaussian"), moments(b.fold(a), kind="gaussian")
+    close(direct.mean, folded.mean)
+    close(direct.cov, folded.cov)
+
+
+@pytest.mark.parametrize("domain", ["sphere", "ball"])
+def test_samples_lie_within_bounds_that_are_attained(domain):
+    b, u = make_layer(), noise(4, 3, seed=1)
+    r = bounds(b, u, radius2=2.5, domain=domain)
+    x = noise(2000, 5, seed=2)
+    x = x * (2.5**0.5 / x.norm(dim=1, keepdim=True))
+    if domain == "ball":
+        x = x * torch.rand(2000, 1, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+    values = b(x) @ u.T
+    assert bool((values <= r.high + 1e-12).all())
+    assert bool((values >= r.low - 1e-12).all())
+    close((b(r.argmax) * u).sum(-1), r.high)
+    close((b(r.argmin) * u).sum(-1), r.low)
+    if domain == "sphere":
+        close(r.argmax.square().sum(-1), torch.full((4,), 2.5).double())
+
+
+def test_bounds_of_monomials():
+    u = torch.ones(1, dtype=torch.float64)
+    product, square = bounds(monomial(0, 1, 5), u), bounds(monomial(0, 0, 5), u)
+    assert (float(product.low), float(product.high)) == pytest.approx((-2.5, 2.5))
+    assert (float(square.low), float(square.high)) == pytest.approx((0, 5), abs=1e-12)
+
+
+def test_the_ball_clips_an_end_through_zero():
+    eye = torch.eye(3, dtype=torch.float64)
+    b = BilinearTensor(eye, eye, torch.ones(1, 3).double(), torch.tensor([0.5]).double())  # |x|^2 + 1/2
+    u = torch.ones(1, dtype=torch.float64)
+    sphere, ball = bounds(b, u), bounds(b, u, domain="ball")
+    assert (float(sphere.low), float(sphere.high)) == pytest.approx((3.5, 3.5))
+    assert (float(ball.low), float(ball.high)) == pytest.approx((0.5, 3.5))
+    assert not ball.argmin.any()
+
+
+def test_brackets_from_trace_and_norm_contain_the_ends():
+    b, u = make_layer(4, 7, 9), noise(50, 4, seed=1)
+    q = b.interaction(u)
+    r = trace_bounds(q.diagonal(dim1=1, dim2=2).sum(-1), q.flatten(1).norm(dim=1), 7)
+    ends = eig(b, u, which="min").values
+    for low, value, high in [(r.min_low, ends[:, 0], r.min_high), (r.max_low, ends[:, -1], r.max_high)]:
+        assert bool((low <= value).all())
+        assert bool((value <= high).all())
+    # attained when all eigenvalues but one are equal: (3, 1, 1, 1)
+    tight = trace_bounds(torch.tensor(6.0).double(), torch.tensor(12.0).double().sqrt(), 4)
+    assert float(tight.max_high) == pytest.approx(3)
+    assert float(tight.min_high) == pytest.approx(1)
+    single = trace_bounds(torch.tensor(-2.0).double(), torch.tensor(2.0).double(), 1)
+    assert set(map(float, single)) == {-2.0}
+
+
+def test_jacobian_kernel():
+    b, x, y = make_layer(), noise(5, seed=1), noise(5, seed=2)
+    j_x, j_y = (torch.autograd.functional.jacobian(b, z) for z in (x, y))
+    close(x @ jacobian_kernel(b) @ y, (j_x * j_y).sum())
+    data = noise(40, 5, seed=3)
+    expected = sum(j.T @ j for j in (torch.autograd.functional.jacobian(b, z) for z in data)) / 40
+    close(jacobian_kernel(b, data.T @ data / 40), expected)
+
+
+@pytest.mark.user_error
+def test_bad_arguments_are_refused():
+    b, eye = make_layer(), torch.eye(5, dtype=torch.float64)
+    for call, text in [
+        (lambda: moments(b, kind="uniform"), "kind must be one of 'sphere', 'gaussian', got 'uniform'"),
+        (lambda: moments(b, mean=noise(5)), 'no mean and covariance to choose; pass kind="gaussian"'),
+        (lambda: moments(b, mean=noise(3), kind="gaussian"), r"mean must have shape \(5\), got \(3,\)"),
+        (lambda: moments(b, cov=noise(5, 5), kind="gaussian"), "cov must be symmetric"),
+        (lambda: moments(b, cov=-eye, kind="gaussian"), "cov must be positive semi-definite, its smallest eigenvalue is -1"),
+        (lambda: moments(b, cov=eye * torch.nan, kind="gaussian"), "cov must be finite"),
+        (lambda: bounds(b, noise(5)), r"u must have shape \(\.\.\., 3\)"),
+        (lambda: bounds(b, noise(3), radius2=-1), "radius2 must be a finite number >= 0, got -1.0"),
+        (lambda: bounds(b, noise(3), radius2=torch.nan), "radius2 must be a finite number"),
+        (lambda: bounds(b, noise(3), domain="cube"), "domain must be one of 'sphere', 'ball'"),
+        (lambda: trace_bounds(noise(3), noise(4), 5), r"frobenius must have shape \(3\), got \(4,\)"),
+        (lambda: jacobian_kernel(b, noise(3, 3)), r"second_moment must have shape \(5, 5\)"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            call()
