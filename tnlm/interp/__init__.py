@@ -13,6 +13,20 @@ if __name__ != "tnlm.interp":
 
 # public name -> the module that defines it
 _EXPORTS = {
+    "extract": "extraction",
+    "Extracted": "extraction",
+    "explain": "explanation",
+    "Explanation": "explanation",
+    "attribute": "sources",
+    "paths": "gating",
+    "path_table": "tables",
+    "ablate": "ablation",
+    "ablation": "ablation",
+    "delta_ce": "ablation",
+    "DeltaCE": "ablation",
+    "with_mlp": "ablation",
+    "top_examples": "examples",
+    "report": "reporting",
     "BilinearTensor": "bilinear",
     "Eig": "spectra",
     "eig": "spectra",

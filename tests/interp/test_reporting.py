@@ -1,0 +1,36 @@
+"""The report stands alone and says what it could not do."""
+
+import re
+
+import pytest
+import torch
+
+from tests.interp.test_extraction import make
+from tnlm.interp.reporting import report
+
+KINDS = [
+    ("bilinear", "bilinear"),
+    ("squared", "squared"),
+    ("swiglu", "softmax"),
+    ("none", "bilinear"),
+    ("bilinear", "none"),
+]
+
+
+@pytest.mark.parametrize("mlp, attention", KINDS)
+def test_report_is_one_offline_file(mlp, attention, tmp_path):
+    tokens = torch.randint(0, 11, (4, 8))
+    page = report(make(mlp, attention), tmp_path / "deep" / "report.html", tokens=tokens, progress=False)
+    text = page.read_text()
+    body = re.sub(r"<script.*?</script>", "", text, flags=re.S)
+    assert text.count("plotly.js v") == 1
+    assert not re.search(r"(src|href)=\"(?!data:)", body)
+    assert "One prediction explained" in body
+    assert ("max difference" in body) == (mlp != "swiglu")
+    assert ("has no tensor, so no spectrum" in body) == (mlp in ("swiglu", "none"))
+
+
+@pytest.mark.user_error
+def test_report_wants_rows_with_targets(tmp_path):
+    with pytest.raises(ValueError, match="tokens must be"):
+        report(make(), tmp_path / "r.html", tokens=torch.zeros(3, dtype=torch.long), progress=False)
