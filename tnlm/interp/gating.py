@@ -17,7 +17,7 @@ _BRANCHES = {"hook_embed": "embed", "hook_attn_out": "attn", "hook_mlp_out": "ml
 
 
 class Paths(NamedTuple):
-    """``values[m, n, ...]``: what paths that pass ``m`` times through the first gate, ``n`` times the second, ... add."""
+    """``values[m, n, ...]``: what paths add that pass ``m`` times through the first gate, ``n`` the second."""
 
     values: Float[Tensor, "..."]
     gates: tuple[str, ...]

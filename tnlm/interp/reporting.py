@@ -42,8 +42,8 @@ def report(
     """Write a report of the model as one HTML file that needs no network, and return its path.
 
     Parameters and their polynomial share, the error of the extracted tensors against the forward, mixing scalars,
-    spectra of one token's direction in every layer and its leading eigenvectors as tokens, heads, what truncating a layer
-    costs on ``tokens``, and one explained logit with ablations.
+    spectra of one token's direction in every layer and its leading eigenvectors as tokens, heads, what truncating a
+    layer costs on ``tokens``, and one explained logit with ablations.
 
     Args:
         path: The file, conventionally ``report.html``; its folder is made.
@@ -146,8 +146,8 @@ def _spectra(page: Page, study: _Study) -> None:
     strongest = max(range(net.n_layer), key=lambda l: float(spectra[l].values.abs().max()))
     pairs = spectra[strongest]
     page.text(
-        f"Layer {strongest} holds the largest eigenvalue. Its leading eigenvectors, by the tokens whose bare embeddings "
-        "score highest and lowest on them:"
+        f"Layer {strongest} holds the largest eigenvalue. Its leading eigenvectors, by the tokens whose bare "
+        "embeddings score highest and lowest on them:"
     )
     k = min(study.top, 6)
     scores = net.x0[: len(net.tokens)]
