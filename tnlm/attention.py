@@ -13,6 +13,7 @@ from tnlm.config import ModelConfig
 from tnlm.kernels import bilinear_attention, squared_attention
 from tnlm.kernels.precision import accumulation_dtype, narrow
 from tnlm.mlp import linear
+from tnlm.network import Network
 from tnlm.norm import HALF, NoNorm, RMSNorm
 from tnlm.points import listened
 from tnlm.rotary import rotate
@@ -53,6 +54,7 @@ class Attention(nn.Module):
         self.kind, self.implementation = config.attention, implementation
         self.n_head, self.d_model, self.d_head = config.n_head, config.d_model, config.d_head
         self.d_qk: int = config.d_qk  # type: ignore[assignment]
+        self.rotary_base, self.rotary_table_dtype = config.rotary_base, getattr(torch, config.rotary_table_dtype)
         self.branches = ("1", "2")[: config.n_qk]
         new: dict[str, Any] = {"dtype": dtype, "device": device}
         d_qk_all = self.n_head * self.d_qk
@@ -140,6 +142,28 @@ class Attention(nn.Module):
         q1, k1, q2, k2 = qk
         first, second = (_softmax_attention(q, k, v, scale=1 / self.d_qk) for q, k in ((q1, k1), (q2, k2)))
         return first - self.bilinear_lamb.to(v.dtype) * second
+
+    def network(self, seq: int, *, v_first: bool = False) -> Network:
+        """``attn(x)`` at positions ``0..seq`` as named tensors, with one node for each of q, k (per branch) and v.
+
+        Exact; with QK-norm exact given the norms of this run. Inputs: ``x``, ``(batch, seq, d_model)``, with QK biases
+        or a value residual ``(batch, seq, 1 + d_model)``: the constant 1 in front, as :func:`tnlm.explicit.augment`
+        makes it. With QK-norm ``q_norm.hook_scale`` (``k_norm``, ``q2_norm``, ``k2_norm``), ``(batch, seq, 1 +
+        n_head)``: 1, then each head's *inverse* norm.
+
+        Args:
+            seq: Number of positions; mask, scale and rotation are constants of the network.
+            v_first: Mix with block 0's value, the input ``v_first`` ``(batch, seq, 1 + d_model)``: 1, then the value's
+                heads side by side. Without it the network is that of block 0, where mixing changes nothing.
+
+        Cost: ``cost({"batch": ...})`` tells; about that of the eager implementation.
+
+        Raises:
+            ValueError: The kind is not a polynomial, or ``v_first`` without a value residual.
+        """
+        from tnlm.explicit import attention_network
+
+        return attention_network(self, seq, v_first=v_first)
 
     @property
     def pattern_wanted(self) -> bool:

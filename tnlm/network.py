@@ -109,9 +109,11 @@ class Network:
         self._bind({}, {})
 
     def __repr__(self) -> str:
-        inputs = ", ".join(f"{name} ({' '.join(indices)})" for name, indices in self.inputs.items())
+        shown = [f"{name} ({' '.join(indices)})" for name, indices in self.inputs.items()]
+        if len(shown) > 4:
+            shown[3:] = [f"and {len(shown) - 3} more"]
         return (
-            f"Network({self.name}: {inputs or 'no inputs'} -> {' '.join(self.output) or 'a scalar'}; "
+            f"Network({self.name}: {', '.join(shown) or 'no inputs'} -> {' '.join(self.output) or 'a scalar'}; "
             f"{len(self.operands)} operands, {len(self._nodes())} nodes)"
         )
 
@@ -223,7 +225,7 @@ class Network:
             number = next(fresh.setdefault(index, itertools.count()))
             return f"{index}.{number}" if number else index
 
-        operands: list[tuple[Tensor | str, tuple[str, ...]]] = []
+        operands: list[tuple[Operand, tuple[str, ...]]] = []
 
         def expand(network: Network, bound: dict[str, str]) -> None:
             for operand, indices in network.operands:
@@ -240,21 +242,20 @@ class Network:
         return Network(operands, self.output, name=self.name)
 
     def args(self, **inputs: Tensor) -> list[Any]:
-        """opt_einsum's interleaved arguments: ``opt_einsum.contract(*net.args(x=x))`` equals ``net.contract({"x":
-        x})``.
+        """opt_einsum's interleaved arguments: ``opt_einsum.contract(*net.args(x=x))`` is ``net.contract({"x": x})``.
 
-        Names that are no Python identifiers are passed as ``net.args(**{"ln1.hook_scale": r})``.
+        A nested network is flattened. Names that are no Python identifiers are passed as
+        ``net.args(**{"ln1.hook_scale": r})``.
 
         Raises:
-            ValueError: A nested network (flatten it first), or what `contract` refuses about inputs and sizes.
+            ValueError: What `flatten` refuses, or what `contract` does about inputs and sizes.
         """
-        if any(isinstance(operand, Network) for operand, _ in self.operands):
-            raise ValueError(f"{self.name} holds nested networks; call flatten().args(...) to have one einsum")
-        self._check_inputs(inputs)
-        self._bind({name: tuple(t.shape) for name, t in inputs.items()}, {})
-        dtype = self._dtype(inputs)
+        flat = self.flatten()
+        flat._check_inputs(inputs)
+        flat._bind({name: tuple(t.shape) for name, t in inputs.items()}, {})
+        dtype = flat._dtype(inputs)
         arguments: list[Any] = []
-        for operand, indices in self.operands:
+        for operand, indices in flat.operands:
             arguments += [_tensor(operand, inputs).to(dtype), list(indices)]
         return [*arguments, list(self.output)]
 
@@ -392,6 +393,9 @@ class Network:
         return functools.reduce(torch.promote_types, dtypes)
 
 
+Operand = Tensor | Network | str
+
+
 class _Classes:
     """Disjoint sets of indices that must agree, each with at most one size and the place that fixed it."""
 
@@ -428,7 +432,7 @@ def _names(indices: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(indices.split()) if isinstance(indices, str) else tuple(indices)
 
 
-def _rank(operand: Tensor | Network | str) -> int | None:
+def _rank(operand: Operand) -> int | None:
     """Number of axes; None for an input, which has as many as it is given names."""
     if isinstance(operand, Tensor):
         return operand.ndim

@@ -1,5 +1,7 @@
 """The transformer, top to bottom as the equations read."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Int, Shaped
@@ -9,6 +11,7 @@ from tnlm.attention import Attention
 from tnlm.cache import Cache, LayerCache, LayerState
 from tnlm.config import ModelConfig
 from tnlm.mlp import MLP, linear
+from tnlm.network import Network
 from tnlm.norm import NoNorm, RMSNorm
 from tnlm.rotary import rotary_tables
 
@@ -146,6 +149,12 @@ class Transformer(nn.Module):
         x = self.run(self.embedding(tokens), start=start, cache=cache)
         return self.unembed(self.ln_final(x[:, -1:] if last else x))
 
+    def run_with_cache(self, tokens: Int[Tensor, "batch seq"], **options: Any) -> tuple[Any, Any]:
+        """``(logits, cache)``: one forward and every activation by its name; see :meth:`tnlm.lens.HookedModel`."""
+        from tnlm import lens
+
+        return lens.hook(self).run_with_cache(tokens, **options)
+
     def embedding(self, tokens: Int[Tensor, "batch seq"]) -> Shaped[Tensor, "batch seq d_model"]:
         """``x0``: what enters the residual stream, and what x0 mixing mixes with."""
         x = self.hook_embed_raw(self.embed(tokens))
@@ -179,6 +188,44 @@ class Transformer(nn.Module):
         """``c tanh(z / c)``: strictly monotone, not polynomial; the identity when ``logit_softcap`` is None."""
         cap = self.config.logit_softcap
         return z if cap is None else cap * torch.tanh(z / cap)
+
+    def network(self, seq: int) -> Network:
+        """Logits before the softcap as nested tensor networks, one node per sub-layer, at positions ``0..seq``.
+
+        Exact without norms and QK-norm, else exact given the norms of this run. Inputs: ``tokens``, one-hot
+        ``(batch, seq, d_vocab)``, and the inverse norms, which :meth:`norm_wires` records. Output ``(batch, seq,
+        d_vocab)``. The tensors are made from the parameters of this moment, and gradients reach these::
+
+            one_hot = F.one_hot(tokens, config.d_vocab).to(model.embed.w_e)
+            z = model.network(seq).contract({"tokens": one_hot, **model.norm_wires(tokens)})
+            assert torch.allclose(model.softcap(z), model(tokens))
+
+        One einsum, by ``flatten()``, serves one- and two-layer models without MLP and one-layer models with one: a
+        block has degree 10 in what it reads, 5 without MLP. Deeper ones stay nested.
+
+        Cost: about four times the FLOPs and numbers of the forward, since the residual is copied by extra heads and
+        hidden units; ``network(seq).cost({"batch": 1})`` tells, also on the meta device.
+
+        Raises:
+            ValueError: MLP or attention is not a polynomial, or ``seq`` is over ``n_ctx``.
+        """
+        from tnlm.explicit import transformer_network
+
+        return transformer_network(self, seq)
+
+    def norm_wires(self, tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
+        """Inverse norms of the run on ``tokens``: the inputs of :meth:`network` besides the tokens. No gradient.
+
+        Named after the points that they invert (``blocks.0.ln1.hook_scale``, ``blocks.0.attn.q_norm.hook_scale``), with
+        a 1 in front: ``(1, 1 / scale)`` of shape ``(batch, seq, 2)``, and ``(batch, seq, 1 + n_head)`` for QK-norms.
+        Empty for a model without norms.
+
+        Raises:
+            ValueError: What forward refuses, or the model is compiled: its points do not fire.
+        """
+        from tnlm.explicit import norm_wires
+
+        return norm_wires(self, tokens)
 
     def check_tokens(self, tokens: Tensor, *, start: int = 0, limit: int | None = None) -> None:
         """Refuse tokens that forward cannot read; ``limit`` (default ``d_vocab``) bounds the ids.
