@@ -1,0 +1,309 @@
+"""Every published layout against the recorded outputs of the code it comes from."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import tnlm
+from tests.checkpoint_files import published_config, published_model, published_state, same_state, write_published
+from tests.conftest import GOLDEN, SHARED
+from tests.tiny_models import ids
+from tnlm import weightfiles
+from tnlm.evaluate import token_losses
+from tnlm.rotary import rotary_tables
+
+ARCHITECTURES = [
+    f"{mlp}-mlp_{attention}-attn"
+    for mlp in ("bilinear", "swiglu", "squared", "relu2")
+    for attention in ("bilinear", "softmax", "squared", "differential")
+]
+OTHERS = [
+    "raw_training_checkpoint",
+    "bilinear_decomposition_layout",
+    "two_layer_layout",
+    "toy_layout/attention_only_2L",
+    "toy_layout/transformer_1L_qk_norm",
+    "cycle_layout/add",
+    "cycle_layout/lerp",
+    "trained_induction",
+]
+POLYNOMIALS = [name for name in OTHERS if name not in (OTHERS[0], OTHERS[1], "toy_layout/transformer_1L_qk_norm")]
+
+
+def recorded(name: str) -> Path:
+    """The copy in the repository, else the recording beside it, else skip."""
+    for root in (GOLDEN, SHARED / "golden"):
+        if (root / name).is_dir():
+            return root / name
+    pytest.skip(f"no recording {name}: only some are kept in the repository")
+
+
+def asked(name: str) -> str | None:
+    return "squared" if "squared-attn" in name else None
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_released_layout_reproduces_the_training_code(name):
+    folder = recorded(name)
+    expected = load_file(folder / "expected.safetensors")
+    model = tnlm.load(folder, attention=asked(name))
+    assert f"{model.config.mlp}-mlp_{model.config.attention}-attn" == name
+    residuals: dict[str, Tensor] = {}
+    for i, block in enumerate(model.blocks):
+        block.hook_resid_post.register_forward_hook(lambda _, __, x, i=i: residuals.update({f"resid_post.{i}": x}))
+    with torch.no_grad():
+        logits = model(expected["tokens"][:, :-1])
+    assert (logits - expected["logits_fp32"]).abs().max() < 2e-5
+    assert abs(token_losses(logits, expected["tokens"][:, 1:]).double().mean() - expected["loss_fp32"]) < 2e-6
+    assert len(residuals) == 3
+    for point, x in residuals.items():
+        rows = len(expected[point])
+        assert (x[:rows] - expected[point]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_stored_precision_reproduces_the_training_run(name):
+    """bf16 activations; the recording rounds after every operation in another order, so to bf16 rounding of logits
+    of size 5, whose spacing is 0.031."""
+    folder = recorded(name)
+    expected = load_file(folder / "expected.safetensors")
+    model = tnlm.load(folder, attention=asked(name), dtype="checkpoint")
+    dtypes = {key: p.dtype for key, p in model.named_parameters()}
+    assert dtypes["embed.w_e"] == dtypes["blocks.1.lambdas"] == dtypes["blocks.0.mlp.bias"] == torch.bfloat16
+    assert dtypes["blocks.0.attn.lamb"] == torch.bfloat16
+    assert dtypes["unembed.w_u"] == dtypes["blocks.2.attn.w_q1"] == dtypes["blocks.0.mlp.w_d"] == torch.float32
+    with torch.no_grad():
+        logits = model(expected["tokens"][:, :-1])
+    assert logits.dtype == torch.bfloat16
+    rows = len(expected["logits_mixed"])
+    error = (logits[:rows].float() - expected["logits_mixed"]).abs()
+    assert error.max() < 0.2
+    assert error.mean() < 0.03
+    assert abs(token_losses(logits, expected["tokens"][:, 1:]).mean() - expected["loss_mixed"]) < 6e-3
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layouts_reproduce_their_code(name):
+    folder = recorded(name)
+    expected = load_file(folder / "expected.safetensors")
+    model = tnlm.load(folder)
+    with torch.no_grad():
+        logits = model(expected["tokens"])
+    # 2e-5 on logits of size 5; the polynomials reach 2e4, where float32 itself is coarser
+    tolerance = 2e-5 * max(1.0, float(expected["logits_fp32"].abs().max()) / 10)
+    assert (logits - expected["logits_fp32"]).abs().max() < tolerance
+    assert model.config.polynomial == (name in POLYNOMIALS)
+
+
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_network_of_a_polynomial_checkpoint_is_the_model(name):
+    model = tnlm.load(recorded(name), dtype=torch.float64)
+    tokens = ids(2, 5)
+    with torch.no_grad():
+        expected = model(tokens)
+        one_hot = F.one_hot(tokens, model.config.d_vocab).double()
+        found = model.network(tokens.shape[1]).contract({"tokens": one_hot})
+    assert (found - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "mlp, attention",
+    [("bilinear", "differential"), ("squared", "squared"), ("relu2", "softmax"), ("swiglu", "squared_normalized")],
+)
+def test_published_layout_round_trip(tmp_path, mlp, attention):
+    model = published_model(mlp=mlp, attention=attention)
+    write_published(tmp_path, model)
+    loaded = tnlm.load(tmp_path, attention=attention if "squared" in attention else None)
+    assert loaded.config == model.config
+    assert same_state(loaded, model)
+    assert (loaded.source["layout"], loaded.source["path"]) == ("published", str(tmp_path))
+
+
+def test_config_keys_that_came_later_may_be_absent(tmp_path):
+    model = published_model(attention="softmax")
+    write_published(tmp_path, model, bilinear_attn=None, squared_attn=None, step=None)
+    assert same_state(tnlm.load(tmp_path), model)
+
+
+@pytest.mark.user_error
+def test_attention_that_the_files_cannot_tell_is_asked_for(tmp_path):
+    folder = write_published(tmp_path, published_model(attention="squared"))
+    with pytest.raises(ValueError, match=r'pass attention="squared" .* or attention="squared_normalized".*3\.5.*7\.5'):
+        tnlm.load(folder)
+    with pytest.raises(ValueError, match="got attention='bilinear'"):
+        tnlm.load(folder, attention="bilinear")
+    assert tnlm.load(folder, attention="squared_normalized").config.attention == "squared_normalized"
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize("attention", ["bilinear", "softmax", "differential"])
+def test_attention_that_the_files_decide_cannot_be_overruled(tmp_path, attention):
+    folder = write_published(tmp_path, published_model(attention=attention))
+    with pytest.raises(ValueError, match=f"decides attention='{attention}', got attention='squared'"):
+        tnlm.load(folder, attention="squared")
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "attention, flags, found",
+    [
+        ("bilinear", {"bilinear_attn": False}, "holds transformer.h.0.attn.c_q2.weight"),
+        ("softmax", {"bilinear_attn": True, "squared_attn": True}, r"holds no \*.c_q2"),
+        ("bilinear", {"squared_attn": False}, r"holds no \*.bilinear_lamb"),
+        ("differential", {"squared_attn": True}, "holds transformer.h.0.attn.bilinear_lamb"),
+    ],
+)
+def test_flags_that_contradict_the_keys(tmp_path, attention, flags, found):
+    folder = write_published(tmp_path, published_model(attention=attention), **flags)
+    with pytest.raises(ValueError, match=f"config.json says .*but the file {found}"):
+        tnlm.load(folder)
+
+
+# What logits of small models hide
+
+
+def test_decomposition_layout_folds_gains_and_the_unscaled_residual(tmp_path):
+    """Older trees: ``mlp.o`` and gains on the norms; ``scale_attn`` false: no 1/sqrt(2L)."""
+    source = recorded("bilinear_decomposition_layout")
+    state = load_file(source / "model.safetensors")
+    raw = json.loads((source / "config.json").read_text())
+    gains = {}
+    for key in [k for k in state if ".mlp.p." in k]:
+        state[key.replace(".p.", ".o.")] = state.pop(key)
+    for i in range(2):
+        for norm, key in (("n1", "attn.qkv"), ("n2", "mlp.w")):
+            gain = gains[f"transformer.h.{i}.{norm}.weight"] = torch.rand(32) + 0.5
+            state[f"transformer.h.{i}.{key}.weight"] /= gain
+        state[f"transformer.h.{i}.attn.o.weight"] /= 2  # 1 / sqrt(2 * 2 layers)
+    gain = gains["transformer.n_f.weight"] = torch.rand(32) + 0.5
+    state["lm_head.weight"] /= gain
+    save_file({**state, **gains}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "scale_attn": False}))
+    tokens = ids(2, 9)
+    torch.testing.assert_close(tnlm.load(tmp_path)(tokens), tnlm.load(source)(tokens), atol=2e-5, rtol=0)
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"bilinear": False}, "bilinear must be True, got False: an MLP with one encoder"),
+        ({"bias": True}, "bias must be False, got True: biases on the hidden units"),
+        ({"attention2": True}, "attention2 must be False"),
+        ({"gate": "tanh"}, "gate must be one of None, 'silu', 'relu', 'gelu', got 'tanh'"),
+        ({"normalization": "yes"}, "normalization must be true or false, got 'yes'"),
+    ],
+)
+def test_decomposition_layout_refuses_what_it_cannot_hold(tmp_path, change, message):
+    source = recorded("bilinear_decomposition_layout")
+    raw = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **change}))
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    with pytest.raises(ValueError, match=message):
+        tnlm.load(tmp_path)
+
+
+@pytest.mark.user_error
+def test_rotary_buffer_of_another_base_is_refused(tmp_path):
+    source = recorded("bilinear_decomposition_layout")
+    state = load_file(source / "model.safetensors")
+    state["transformer.h.1.attn.rotary.inv_freq"] **= 1.1
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    with pytest.raises(
+        ValueError, match=r"h\.1\.attn\.rotary\.inv_freq must hold the rotary frequencies of base 10000"
+    ):
+        tnlm.load(tmp_path)
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("toy_layout/attention_only_2L", {"use_mixer": True}, "use_mixer must be False"),
+        ("toy_layout/attention_only_2L", {"use_softmax": True}, "use_softmax must be False"),
+        ("toy_layout/attention_only_2L", {"use_bilinear_attn": False}, "use_bilinear_attn must be True"),
+        ("toy_layout/attention_only_2L", {"model_type": "transformer"}, "holds no layers.0.bilinear.proj1.weight"),
+        ("cycle_layout/lerp", {"scale": 1.0}, "scale must be between 0 and 1 for residual='lerp', got 1.0"),
+        ("cycle_layout/lerp", {"norm": True}, "residual must be 'add', got 'lerp': lerp does not fold through a norm"),
+        ("cycle_layout/lerp", {"attention": "linear"}, "attention must be one of 'bilinear', 'softmax', got 'linear'"),
+        ("two_layer_layout", {"model": 3}, "must hold a block 'model'"),
+    ],
+)
+def test_toy_layouts_refuse_what_they_cannot_hold(tmp_path, name, change, message):
+    source = recorded(name)
+    folder = tmp_path / "copy"
+    copy_tree(source, folder)
+    raw = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, **change}))
+    with pytest.raises(ValueError, match=message):
+        tnlm.load(folder)
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    for path in source.rglob("*"):
+        if path.is_file():
+            (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+            (target / path.relative_to(source)).write_bytes(path.read_bytes())
+
+
+def test_two_layer_layout_may_interpolate(tmp_path):
+    """``x <- (1 - s) x + s O z`` instead of ``x + s O z``, against the loop written out."""
+    source = recorded("two_layer_layout")
+    copy_tree(source, tmp_path)
+    raw = json.loads((source / "config.json").read_text())
+    raw["model"]["residual"] = "lerp"
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    added, found = (tnlm.load(folder, dtype=torch.float64) for folder in (source, tmp_path))
+    tokens, s = ids(2, 9), raw["model"]["attn_scale"]
+    x = added.embed(tokens)
+    tables = rotary_tables(9, added.config.d_qk)
+    for block in added.blocks:
+        x = (1 - s) * x + block.attn(x, None, tables)[0]
+    torch.testing.assert_close(found(tokens), added.unembed(x), rtol=1e-11, atol=0)
+
+
+def test_cycle_config_may_lie_in_the_history(tmp_path):
+    source = recorded("cycle_layout/lerp")
+    (tmp_path / "model.pt").write_bytes((source / "model.pt").read_bytes())
+    raw = json.loads((source / "config.json").read_text())
+    history = {"loss": [3.1], "config": {k: raw[k] for k in ("n_layer", "d_model", "n_head", "scale")}}
+    (tmp_path / "history.json").write_text(json.dumps(history))
+    assert same_state(tnlm.load(tmp_path), tnlm.load(source))
+
+
+def test_step_file_is_the_last_one(tmp_path):
+    source = recorded("two_layer_layout")
+    copy_tree(source, tmp_path)
+    early = torch.load(tmp_path / "checkpoints/step_00010.pt", weights_only=True)
+    early["model_state_dict"]["embed.weight"] = torch.zeros(53, 24)
+    torch.save(early, tmp_path / "checkpoints/step_00009.pt")
+    assert tnlm.load(tmp_path).embed.w_e.any()
+    assert not tnlm.load(tmp_path / "checkpoints/step_00009.pt").embed.w_e.any()
+
+
+def test_raw_training_checkpoint(tmp_path):
+    """Prefixed keys, a config pickled by reference, optimiser states: as the published script saves it."""
+    model = published_model()
+    raw = published_config(model, step=None, bilinear_attn=None, squared_attn=None)
+    model = published_model(attention="softmax")
+    main = sys.modules["__main__"]
+    main.GPTConfig = type("GPTConfig", (), {"__module__": "__main__"})
+    try:
+        config = main.GPTConfig()
+        config.__dict__.update(raw)
+        state = {f"_orig_mod.{k}": t for k, t in published_state(model).items()}
+        optimizers = [{"state": {0: {"momentum_buffer": torch.zeros(3)}}, "param_groups": [{"lr": 0.1}]}]
+        file = tmp_path / "state_step000040.pt"
+        torch.save({"step": 40, "code": "import os", "model": state, "config": config, "optimizers": optimizers}, file)
+    finally:
+        del main.GPTConfig
+    assert weightfiles.read(file).config == raw
+    for path in (file, tmp_path):
+        assert same_state(tnlm.load(path), model)

@@ -1,0 +1,66 @@
+"""The layouts that weights were published in, each with its config reader and one strict conversion table."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tnlm.config import ModelConfig
+from tnlm.layouts.decomposition import DECOMPOSITION
+from tnlm.layouts.published import PUBLISHED, check_asked, to_published
+from tnlm.layouts.table import TIE, Layout, Shapes, Table
+from tnlm.layouts.toys import CYCLE, TOY, TWO_LAYER
+from tnlm.transformer import Transformer
+from tnlm.weightfiles import list_names
+
+__all__ = ["LAYOUTS", "OURS", "Layout", "Table", "recognise", "tie", "to_published"]
+
+
+def _read_ours(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
+    config = ModelConfig.from_dict(raw, source=source)
+    check_asked(config.attention, attention, source)
+    return config
+
+
+def _our_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> Table:
+    table = Table()
+    for name, p in Transformer(config, device="meta").state_dict().items():
+        table.add(name, name, p.shape)
+    return table
+
+
+OURS = Layout("tnlm", (r"embed\.w_e",), _read_ours, _our_table)
+LAYOUTS = (OURS, PUBLISHED, DECOMPOSITION, TWO_LAYER, CYCLE, TOY)
+
+
+def recognise(keys: Sequence[str], *, label: str) -> Layout:
+    """The layout whose marks the keys bear.
+
+    Raises:
+        ValueError: None does, naming some keys.
+    """
+    for layout in LAYOUTS:
+        if layout.recognises(keys):
+            return layout
+    raise ValueError(
+        f"checkpoint {label} has none of the known layouts ({', '.join(layout.name for layout in LAYOUTS)}): "
+        f"its keys are {list_names(keys)}"
+    )
+
+
+def tie(tensors: dict[str, Tensor], table: Table, raw: Mapping[str, Any], *, label: str) -> None:
+    """Where the config says ``tie_word_embeddings``, restore a missing head from the embedding, in place.
+
+    Raises:
+        ValueError: The head is there and differs from the embedding.
+    """
+    if raw.get(TIE) is not True:
+        return
+    embed, head = table.rows["embed.w_e"][0][0], table.rows["unembed.w_u"][0][0]
+    if embed in tensors and head in tensors and not torch.equal(tensors[embed], tensors[head]):
+        raise ValueError(
+            f"checkpoint {label} says {TIE}=true, but {head} differs from {embed}: one of the two is wrong"
+        )
+    if embed in tensors:
+        tensors[head] = tensors[embed]

@@ -1,0 +1,317 @@
+"""Reading the files weights are published in: safetensors, torch archives, shards. Damage is named, no code is run.
+
+Tensors come memory-mapped where the format allows it, so reading a header costs nothing and copying is left to the
+caller: :func:`tnlm.load` copies each one into a parameter that owns its memory.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+NESTED = ("model", "model_state_dict", "state_dict")
+"""Entries under which training code puts the state dict."""
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
+INDEX_SUFFIX = ".index.json"
+PREFIXES = ("module.", "model.")
+"""What wrappers put before *every* key; ``_orig_mod`` (torch.compile) may stand before any segment."""
+
+_ALLOWED_CLASS = "__main__.GPTConfig"
+_pickles = threading.Lock()  # the allow-list of torch.load belongs to the process
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a weight file holds: the state dict under plain keys, and the config if one lies beside it."""
+
+    tensors: dict[str, Tensor]
+    config: dict[str, Any] | None
+
+
+class PickledConfig:
+    """Takes the place of the published training script's config class, which is pickled by reference."""
+
+
+def read(path: Path) -> Stored:
+    """Read a ``.safetensors`` file, a torch archive, or an index of shards.
+
+    Raises:
+        ValueError: Naming the path, what is wrong with the file, and the way out.
+    """
+    tensors, config = (_read_shards(path), None) if path.name.endswith(INDEX_SUFFIX) else _read_file(path)
+    return Stored(strip_prefixes(tensors, path), config)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, read strictly: a repeated key, NaN or anything but an object is refused; a BOM is not.
+
+    Raises:
+        ValueError: Naming the path.
+    """
+    try:
+        return _strict_object(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} must hold one JSON object: {error}") from None
+
+
+def find_nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that hold a NaN or an infinity, with how many."""
+    found = []
+    for name, t in tensors.items():
+        # A NaN makes both ends NaN, an infinity is one of them: one pass without a temporary
+        if t.numel() and not all(end.isfinite() for end in torch.aminmax(t)):
+            found.append(f"{name} ({int((~torch.isfinite(t)).sum())} of {t.numel()})")
+    return found
+
+
+def list_names(names: Iterable[str], *, limit: int = 8) -> str:
+    """``a, b, c and 5 more``, sorted; ``none`` when empty."""
+    ordered = sorted(names)
+    rest = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return (", ".join(ordered[:limit]) or "none") + rest
+
+
+def strip_prefixes(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Undo what wrappers did to the keys.
+
+    Raises:
+        ValueError: Two keys become equal, or only some carry ``module.`` or ``model.``.
+    """
+    plain: dict[str, str] = {}
+    for key in tensors:
+        stripped = ".".join(part for part in key.split(".") if part != "_orig_mod")
+        if stripped in plain:
+            raise ValueError(
+                f"{path} is ambiguous: {plain[stripped]} and {key} are the same parameter; delete one of the two"
+            )
+        plain[stripped] = key
+    while True:
+        wrapped = {p: [key for key in plain if key.startswith(p)] for p in PREFIXES}
+        prefix = next((p for p, keys in wrapped.items() if keys), None)
+        if prefix is None:
+            return {key: tensors[original] for key, original in plain.items()}
+        if len(wrapped[prefix]) < len(plain):
+            bare = next(key for key in plain if not key.startswith(prefix))
+            raise ValueError(
+                f"{path}: either all keys or none may start with {prefix!r}, got {wrapped[prefix][0]} beside {bare}; "
+                "save the unwrapped model"
+            )
+        plain = {key.removeprefix(prefix): original for key, original in plain.items()}
+
+
+def same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> str | None:
+    """The first difference between two state dicts, in words, or None."""
+    if a.keys() != b.keys():
+        return f"only one of them has {list_names(a.keys() ^ b.keys())}"
+    unequal = (key for key in a if a[key].shape != b[key].shape or not torch.equal(a[key], b[key]))
+    key = next(unequal, None)
+    return None if key is None else f"{key} is not the same in both"
+
+
+# Formats
+
+
+def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    content = _check_content(path)
+    if content == "safetensors":
+        return _read_safetensors(path), None
+    return _state_dict(_read_torch(path, zipped=content == "zip"), path)
+
+
+def _check_content(path: Path) -> str:
+    """``safetensors``, ``zip`` or ``pickle``, by name and content, once the damage visible from outside is excluded."""
+    if path.is_dir():
+        raise ValueError(f"{path} must be a file of weights, it is a folder")
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(512)
+    if size == 0:
+        raise ValueError(f"{path} is empty (0 bytes); download it again")
+    if head.startswith(b"version https://git-lfs"):
+        wanted = next((line[5:].decode() for line in head.splitlines() if line.startswith(b"size ")), "unknown")
+        raise ValueError(
+            f"{path} is a git-lfs pointer of {size} bytes, not the file of {wanted} bytes it stands for; "
+            "run `git lfs pull` in its folder"
+        )
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise ValueError(f"{path} is a web page of {size} bytes, not weights: the download failed; download it again")
+    content = _content(head)
+    named = "safetensors" if path.suffix == ".safetensors" else "torch" if path.suffix in TORCH_SUFFIXES else None
+    if named is None:
+        raise ValueError(f"{path} must end in one of {', '.join(SUFFIXES)}; rename it if it holds weights")
+    if named == "safetensors" and content != "safetensors":
+        what = {"zip": "a torch archive", "pickle": "a pickle"}.get(content, "something else")
+        way = "name it .bin" if content in ("zip", "pickle") else "download it again"
+        raise ValueError(f"{path} ({size} bytes) must be a safetensors file, it holds {what}; {way}")
+    if named == "torch" and content not in ("zip", "pickle"):
+        what = "safetensors" if content == "safetensors" else "something else"
+        way = "name it .safetensors" if content == "safetensors" else "download it again"
+        raise ValueError(f"{path} ({size} bytes) must be a torch archive, it holds {what}; {way}")
+    return content
+
+
+def _content(head: bytes) -> str:
+    # 8 bytes of header length, then the header's "{"; first, because a length may begin with a pickle's byte
+    if head[6:9] == b"\0\0{":
+        return "safetensors"
+    return "zip" if head.startswith(b"PK\x03\x04") else "pickle" if head.startswith(b"\x80") else "unknown"
+
+
+def _strict_object(text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key!r} occurs twice")
+            seen[key] = value
+        return seen
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON number")
+
+    value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}")
+    return value
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header_bytes = file.read(min(length, size))
+    if 8 + length > size:
+        raise ValueError(
+            f"{path} is cut off: it has {size} bytes, its header alone needs {8 + length}; download it again"
+        )
+    try:
+        header = _strict_object(header_bytes)
+        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise ValueError(
+            f"{path} ({size} bytes) is damaged: its header is no safetensors header; download it again"
+        ) from None
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        damage = "is cut off" if size < expected else "has trailing bytes"
+        raise ValueError(f"{path} {damage}: it has {size} bytes, its header says {expected}; download it again")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {key: file.get_tensor(key) for key in header if key != "__metadata__"}
+    except SafetensorError as error:
+        raise ValueError(f"{path} ({size} bytes) is damaged ({error}); download it again") from None
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """All shards of an index, each in the index's own folder, holding exactly the keys the index says."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} must hold a weight_map from tensor names to files; download it again")
+    tensors: dict[str, Tensor] = {}
+    for name in shard_names(index, weight_map):
+        shard = index.parent / name
+        if not shard.is_file():
+            raise ValueError(f"{shard} is missing, and {index.name} names it; download it again")
+        part, _ = _read_file(shard)
+        said = {key for key, file in weight_map.items() if file == name}
+        if part.keys() != said:
+            raise ValueError(
+                f"{shard} does not hold what {index.name} says: missing {list_names(said - part.keys())}; "
+                f"unexpected {list_names(part.keys() - said)}. Download both again"
+            )
+        tensors |= part
+    return tensors
+
+
+def shard_names(index: Path, weight_map: Mapping[str, Any]) -> list[str]:
+    """The files an index names, refusing any that is not a plain name in the same folder."""
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if name != os.path.basename(name.replace("\\", "/")) or name in (".", ".."):
+            raise ValueError(f"{index} must name files in its own folder, got {name!r}; do not use this checkpoint")
+    return names
+
+
+def _read_torch(path: Path, *, zipped: bool) -> Any:
+    """A torch archive or legacy pickle, through the loader that builds tensors and plain data only."""
+    size = path.stat().st_size
+    if zipped:
+        _check_zip_end(path, size)
+    try:
+        allowed = torch.serialization.safe_globals([(PickledConfig, _ALLOWED_CLASS)])
+        with _pickles, allowed, path.open("rb") as file:
+            # Mapping needs a path, and works for archives only
+            loaded = torch.load(path if zipped else file, map_location="cpu", weights_only=True, mmap=zipped)
+            rest = 0 if zipped else size - file.tell()
+    except Exception as error:
+        # The library's own text is not passed on: for some files it advises to switch the protection off
+        if zipped and (classes := _foreign_classes(path)):
+            raise ValueError(
+                f"{path} holds Python objects, which could run code and are not loaded: {list_names(classes)}. "
+                "Ask its owner for a state dict of tensors, best as .safetensors"
+            ) from None
+        legacy = "" if zipped else ", or a legacy pickle with objects that are not loaded because they could run code"
+        raise ValueError(
+            f"{path} ({size} bytes) is damaged or no torch checkpoint{legacy} ({type(error).__name__}); "
+            "download it again"
+        ) from None
+    if rest:
+        raise ValueError(
+            f"{path} has trailing bytes: it has {size}, its content ends at {size - rest}; download it again"
+        )
+    return loaded
+
+
+def _check_zip_end(path: Path, size: int) -> None:
+    """A zip ends in a record of fixed size that follows the directory of its files."""
+    with path.open("rb") as file:
+        start = max(0, size - 22 - 65535)
+        file.seek(start)
+        tail = file.read()
+    at = tail.rfind(b"PK\x05\x06")
+    if at < 0 or len(tail) < at + 22:
+        raise ValueError(
+            f"{path} is cut off: it has {size} bytes, and the directory that ends such a file is missing; "
+            "download it again"
+        )
+    expected = start + at + 22 + int.from_bytes(tail[at + 20 : at + 22], "little")
+    if size != expected:
+        damage = "is cut off" if size < expected else "has trailing bytes"
+        raise ValueError(f"{path} {damage}: it has {size} bytes, its directory ends at {expected}; download it again")
+
+
+def _foreign_classes(path: Path) -> set[str]:
+    """What an archive refers to besides tensors and plain data; found without running anything."""
+    try:
+        return set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - {_ALLOWED_CLASS}
+    except Exception:  # its directory is whole, its content is not
+        return set()
+
+
+def _state_dict(loaded: Any, path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """The state dict in a loaded object, bare or under one of :data:`NESTED`, and the config beside it."""
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} must hold a state dict, it holds a {type(loaded).__name__}")
+    nested = [key for key in NESTED if isinstance(loaded.get(key), dict)]
+    if len(nested) > 1:
+        raise ValueError(f"{path} is ambiguous: it holds state dicts under {list_names(nested)}; keep one of them")
+    state, config = (loaded[nested[0]], loaded.get("config")) if nested else (loaded, None)
+    if isinstance(config, PickledConfig):
+        config = dict(vars(config))
+    wrong = [f"{key} ({type(t).__name__})" for key, t in state.items() if type(t) not in (Tensor, torch.nn.Parameter)]
+    if wrong or not state:
+        raise ValueError(
+            f"{path} must hold a state dict of plain tensors, got {list_names(wrong)} among {len(state)} entries; "
+            "save model.state_dict(), with distributed tensors gathered"
+        )
+    return {str(key): t.detach() for key, t in state.items()}, config if isinstance(config, dict) else None
