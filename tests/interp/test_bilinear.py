@@ -132,7 +132,9 @@ def test_functional_inner_products_have_their_trace_term():
     close(a.inner(b, "gaussian"), quadratic + rest)
     close(a.inner(b, "sphere"), 5 / 7 * quadratic + rest)
     # a constant has second moment 1; lifted to a Gaussian leg it would be 3
-    constant = BilinearTensor(*(torch.zeros(s, dtype=torch.float64) for s in ((1, 2), (1, 2), (1, 1))), torch.ones(1).double())
+    constant = BilinearTensor(
+        *(torch.zeros(s, dtype=torch.float64) for s in ((1, 2), (1, 2), (1, 1))), torch.ones(1).double()
+    )
     assert float(constant.inner(constant, "gaussian")) == float(constant.inner(constant, "sphere")) == 1
 
 
@@ -154,7 +156,9 @@ def test_gradients_reach_the_factors():
 def test_dense_results_over_the_budget_are_refused_before_allocating():
     d, h = 2**15, 1
     b = BilinearTensor(torch.zeros(h, d), torch.zeros(h, d), torch.zeros(2**15, h))
-    with pytest.raises(ValueError, match=r"dense tensor of shape \(32768, 32768, 32768\) needs 140,737,488,355,328 bytes"):
+    with pytest.raises(
+        ValueError, match=r"dense tensor of shape \(32768, 32768, 32768\) needs 140,737,488,355,328 bytes"
+    ):
         b.tensor()
     with pytest.raises(ValueError, match=r"interaction matrices .* more than max_bytes=64; use fewer directions"):
         make_layer().interaction(noise(2, 3), max_bytes=64)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.interp.builders import SHAPES, dense, gauged, make_layer, noise
-from tnlm.interp import BilinearTensor, eig, effective_rank
+from tnlm.interp import BilinearTensor, effective_rank, eig
 from tnlm.interp.spectra import lanczos
 
 close = torch.testing.assert_close
@@ -146,7 +146,10 @@ def test_bad_arguments_are_refused():
         (lambda: eig(b, noise(3), method="lobpcg"), "method must be one of"),
         (lambda: eig(b, noise(3), max_bytes=8), "eigenvectors .* more than max_bytes=8; ask for fewer"),
         (lambda: eig(b, noise(2, 3), 4, method="krylov", max_steps=3), "max_steps must be at least k"),
-        (lambda: eig(complex_layer, noise(3).to(torch.complex128)), "must be real for this analysis, got torch.complex128"),
+        (
+            lambda: eig(complex_layer, noise(3).to(torch.complex128)),
+            "must be real for this analysis, got torch.complex128",
+        ),
         (lambda: effective_rank(b, noise(3), "rank"), "kind must be one of"),
         (lambda: effective_rank(b, noise(2), "max"), r"u must have shape \(\.\.\., 3\)"),
     ]:

@@ -126,7 +126,10 @@ def test_bad_arguments_are_refused():
         (lambda: moments(b, mean=noise(5)), 'no mean and covariance to choose; pass kind="gaussian"'),
         (lambda: moments(b, mean=noise(3), kind="gaussian"), r"mean must have shape \(5\), got \(3,\)"),
         (lambda: moments(b, cov=noise(5, 5), kind="gaussian"), "cov must be symmetric"),
-        (lambda: moments(b, cov=-eye, kind="gaussian"), "cov must be positive semi-definite, its smallest eigenvalue is -1"),
+        (
+            lambda: moments(b, cov=-eye, kind="gaussian"),
+            "cov must be positive semi-definite, its smallest eigenvalue is -1",
+        ),
         (lambda: moments(b, cov=eye * torch.nan, kind="gaussian"), "cov must be finite"),
         (lambda: bounds(b, noise(5)), r"u must have shape \(\.\.\., 3\)"),
         (lambda: bounds(b, noise(3), radius2=-1), "radius2 must be a finite number >= 0, got -1.0"),

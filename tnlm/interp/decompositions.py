@@ -107,19 +107,31 @@ def _factor_shapes(b: BilinearTensor, rank: int) -> list[tuple[Tensor, tuple[int
 
 def _fit_restart(b, w_l, w_r, norm2, sweeps, ridge, tol, report) -> tuple[BilinearTensor, float]:
     """Alternating least squares from one start; returns the layer and its relative error."""
-    w_l, w_r = (w / w.norm(dim=1, keepdim=True) for w in (w_l, w_r))
+    w_l, w_r = _unit_rows(w_l), _unit_rows(w_r)
     w_d, error2 = _solve_outputs(b, w_l, w_r, norm2, ridge)
-    errors = []
+    errors, stride = [], 1.0
     for sweep in range(sweeps):
+        before = w_l, w_r
         w_l = _solve_inputs(b, w_d, w_r, w_l, ridge)
         w_r = _solve_inputs(b, w_d, w_l, w_r, ridge)
-        w_l, w_r = (w / w.norm(dim=1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny) for w in (w_l, w_r))
+        w_l, w_r = _unit_rows(w_l), _unit_rows(w_r)
         w_d, error2 = _solve_outputs(b, w_l, w_r, norm2, ridge)
+        # alternating solves creep along valleys: go on in the direction of the sweep while that pays
+        further = [_unit_rows(w + stride * (w - old)) for w, old in zip((w_l, w_r), before, strict=True)]
+        trial_d, trial2 = _solve_outputs(b, *further, norm2, ridge)
+        if trial2 < error2:
+            (w_l, w_r), w_d, error2, stride = further, trial_d, trial2, 2 * stride
+        else:
+            stride = max(1.0, stride / 4)
         errors.append((max(error2, 0.0) / norm2) ** 0.5)
         report(sweep, errors[-1])
         if errors[-1] <= tol or (len(errors) > 10 and errors[-11] - errors[-1] < tol):
             break
     return BilinearTensor(w_l, w_r, w_d, b.bias), errors[-1]
+
+
+def _unit_rows(w: Tensor) -> Tensor:
+    return w / w.norm(dim=1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)
 
 
 def _solve_outputs(b: BilinearTensor, w_l: Tensor, w_r: Tensor, norm2: float, ridge: float) -> tuple[Tensor, float]:

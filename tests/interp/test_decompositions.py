@@ -1,0 +1,138 @@
+"""HOSVD, CP, truncation and gauge: reconstruction, bounds, and structure that was planted."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.interp.builders import SHAPES, dense, gauged, make_layer, noise
+from tnlm.interp import BilinearTensor, cp, eig, fix_gauge, hosvd, remove, truncate
+
+close = torch.testing.assert_close
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hosvd_at_full_rank_is_the_layer(shape):
+    b = make_layer(*shape)
+    tucker = hosvd(b, b.d_out, b.d_in)
+    close(dense(tucker.reconstruct()), dense(b))
+    for basis in (tucker.out, tucker.inp):
+        close(basis.T @ basis, torch.eye(basis.shape[1]).double())
+    unfolding = torch.linalg.svdvals(dense(b).flatten(1)).square()
+    close(tucker.spectrum_out[: len(unfolding)], unfolding, rtol=1e-9, atol=1e-9)
+    assert float(tucker.error_bound) == 0
+
+
+def test_truncated_hosvd_obeys_its_bound():
+    b = make_layer(4, 6, 9)
+    for rank_out, rank_in in [(2, 6), (4, 3), (2, 3), (1, 1)]:
+        tucker = hosvd(b, rank_out, rank_in)
+        assert tucker.core.shape == (rank_out, rank_in, rank_in)
+        error = float((dense(b) - dense(tucker.reconstruct())).norm())
+        assert 0 < error <= float(tucker.error_bound)
+    # one projection alone discards exactly the discarded eigenvalues
+    close((dense(b) - dense(hosvd(b, 2, 6).reconstruct())).norm(), hosvd(b, 2, 6).error_bound)
+
+
+def test_hosvd_recovers_planted_subspaces():
+    core = make_layer(2, 3, 5)
+    out, inp = (torch.linalg.qr(noise(*s, seed=4))[0] for s in ((7, 2), (11, 3)))
+    b = core.fold(inp.T.contiguous()).project(out)
+    tucker = hosvd(b, 2, 3)
+    close(tucker.out @ tucker.out.T, out @ out.T)
+    close(tucker.inp @ tucker.inp.T, inp @ inp.T)
+    close(dense(tucker.reconstruct()), dense(b))
+    assert float(tucker.spectrum_in[3:].abs().max()) < 1e-12 * float(tucker.spectrum_in[0])
+
+
+def test_cp_recovers_a_planted_layer_under_any_gauge():
+    b = make_layer(12, 13, 9, seed=2)
+    fit = cp(gauged(b), 9, seed=1)
+    close(dense(fit), dense(b), rtol=0, atol=1e-6)
+    want = fix_gauge(b)
+    for got, expected in ((fit.w_l, want.w_l), (fit.w_r, want.w_r), (fit.w_d, want.w_d)):
+        close(got, expected, rtol=0, atol=1e-5)
+    close(fit.bias, b.bias)
+
+
+def test_cp_error_is_the_explicit_error_and_does_not_rise():
+    b = make_layer(4, 6, 9)
+    history = {}
+    fit = cp(b, 4, sweeps=40, restarts=2, callback=lambda r, s, e: history.setdefault(r, []).append(e))
+    for errors in history.values():
+        assert len(errors) > 5
+        assert all(later <= earlier + 1e-7 for earlier, later in itertools.pairwise(errors))
+    explicit = float((dense(b) - dense(fit)).norm() / b.norm())
+    assert explicit == pytest.approx(min(errors[-1] for errors in history.values()), abs=1e-7)
+    assert float((b - fit).norm() / b.norm()) == pytest.approx(explicit)
+    assert fit.d_hidden == 4
+
+
+def test_cp_does_not_depend_on_the_gauge_of_its_target():
+    b = make_layer(3, 5, 6)
+    one, other = (cp(layer, 3, sweeps=60, restarts=1) for layer in (b, gauged(b)))
+    close(dense(one), dense(other), rtol=0, atol=1e-6)
+
+
+def test_cp_of_nothing_is_nothing():
+    assert not cp(make_layer() * 0, 2).w_d.any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fix_gauge_is_the_same_function_and_the_same_numbers_for_every_gauge(shape):
+    b = make_layer(*shape)
+    one, other = fix_gauge(b), fix_gauge(gauged(b, seed=3))
+    close(dense(one), dense(b))
+    for w, v in ((one.w_l, other.w_l), (one.w_r, other.w_r), (one.w_d, other.w_d)):
+        close(w, v)
+    close(one.w_l.norm(dim=1), torch.ones(b.d_hidden).double())
+
+
+def test_fix_gauge_puts_dead_units_last():
+    b = make_layer()
+    w_l = b.w_l.clone()
+    w_l[2] = 0
+    dead = BilinearTensor(w_l, b.w_r, b.w_d)
+    fixed = fix_gauge(dead)
+    close(dense(fixed), dense(dead))
+    assert not fixed.w_d[:, -1].any()
+
+
+@pytest.mark.parametrize("k", [0, 2, 5])
+def test_truncate_leaves_the_leading_components_of_one_direction(k):
+    b, u, x = make_layer(), noise(3, seed=1), noise(11, 5, seed=2)
+    pairs = eig(b, u, k or None)
+    cut = truncate(b, u, k)
+    kept = ((x @ pairs.vectors).square() * pairs.values)[:, :k].sum(1)
+    close(cut(x) @ u, kept + b.bias @ u)
+    across = torch.linalg.qr(torch.stack([u, noise(3, seed=3)], dim=1))[0][:, 1]
+    close(cut(x) @ across, b(x) @ across)
+    assert cut.d_hidden == 7 + 5 - k
+
+
+def test_remove_lowers_the_output_by_the_predicted_amount():
+    b, u, x = make_layer(), noise(3, seed=1), noise(11, 5, seed=2)
+    pairs = eig(b, u, 1)
+    edited = remove(b, u, pairs.values, pairs.vectors)
+    close((b(x) - edited(x)) @ u, pairs.values * (x @ pairs.vectors[:, 0]).square())
+
+
+@pytest.mark.user_error
+def test_bad_arguments_are_refused():
+    b = make_layer()
+    for call, text in [
+        (lambda: hosvd(b, 4, 2), "rank_out must be an integer between 1 and 3, got 4"),
+        (lambda: hosvd(b, 2, 0), "rank_in must be an integer between 1 and 5, got 0"),
+        (lambda: cp(b, 0), "rank must be an integer at least 1, got 0"),
+        (lambda: cp(b, 2, sweeps=0), "sweeps must be an integer at least 1"),
+        (lambda: cp(b, 2, restarts=0), "restarts must be an integer at least 1"),
+        (lambda: cp(b, 2, ridge=-1.0), "ridge must be >= 0, got -1.0"),
+        (lambda: cp(b, 2, ridge=float("nan")), "ridge must be >= 0, got nan"),
+        (lambda: truncate(b, noise(5), 2), r"u must have shape \(3\)"),
+        (lambda: truncate(b, noise(3), 6), "k must be an integer between 0 and 5, got 6"),
+        (lambda: remove(b, noise(3), noise(2), noise(5, 3)), r"vectors must have shape \(5, 2\), got \(5, 3\)"),
+        (lambda: remove(b, 0 * noise(3), noise(2), noise(5, 2)), "u must not be zero"),
+        (lambda: remove(b, noise(3), noise(2) * torch.nan, noise(5, 2)), "values must be finite"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            call()
