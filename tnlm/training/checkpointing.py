@@ -29,13 +29,10 @@ from torch import Tensor, nn
 
 import tnlm
 from tnlm.tokenizer import Tokenizer
+from tnlm.training.outcomes import SaveError
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"step_(\d{6,})")
-
-
-class SaveError(OSError):
-    """A checkpoint could not be written; the older ones are untouched."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def save(
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Any],
 ) -> Path:
-    """Write the checkpoint of ``step`` and point ``latest`` at it.
+    """Write the checkpoint of ``step`` and point ``latest`` at it; a complete one of that step stays as it is.
 
     Args:
         tensors: Optimiser state by name.
@@ -71,6 +68,8 @@ def save(
         SaveError: Disk full, read-only, or any other refusal of the file system, with path and cause.
     """
     target = run / "checkpoints" / f"step_{step:06d}"
+    if find_defect(target) is None:
+        return target
     part = target.with_name(f".{target.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
@@ -127,6 +126,11 @@ def find_defect(path: Path) -> str | None:
         if actual != size:
             return f"{name} has {actual} bytes of {size}"
     return None
+
+
+def complete_steps(run: Path) -> list[int]:
+    """Steps of all complete checkpoints, ascending."""
+    return [_step(path) for path in reversed(_by_age(run)) if find_defect(path) is None]
 
 
 def load(path: Path) -> Checkpoint:

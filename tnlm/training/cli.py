@@ -16,16 +16,16 @@ Progress goes to stderr, the last line of stdout is one JSON record. Exit codes:
 import dataclasses
 import json
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 
 from tnlm.config import AttentionKind, MLPKind
-from tnlm.training.presets import PRESETS, Precision, Recipe, Tracker, TrainConfig, preset, read_json
+from tnlm.training.outcomes import Diverged, Interrupted
+from tnlm.training.presets import Precision, Recipe, Tracker, TrainConfig, preset, read_json
 
 OK, FAILED, USAGE, DIVERGED, DISK = 0, 1, 2, 3, 4
 
@@ -117,7 +117,34 @@ class Run:
         return {"command": "run", **train(config).to_dict()}
 
 
-COMMANDS: dict[str, Any] = {"run": Run}
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """Continue a checkpoint from another run's constant-rate phase under a schedule of its own."""
+
+    trunk: tyro.conf.Positional[Path]
+    """The run folder; it needs checkpoints from before its warm-down (--save-every, --keep-every)."""
+    steps: int
+    """Horizon of the new schedule, counted from the beginning of the trunk."""
+    at: int | None = None
+    """Step of the checkpoint; by default the last before either warm-down begins."""
+    warmdown: float | None = None
+    """Fraction of the steps; by default the trunk's."""
+    out: str | None = None
+    """Run folder; {trunk}-steps{steps} when left out."""
+    keep_last: int | None = None
+    threads: int | None = None
+
+    def execute(self) -> dict[str, Any]:
+        from tnlm.training.branch import branch_config
+        from tnlm.training.loop import train
+
+        config = branch_config(self.trunk, steps=self.steps, at=self.at, warmdown=self.warmdown, out=self.out)
+        changes = {"keep_last": self.keep_last, "threads": self.threads}
+        config = config.replace(**{k: v for k, v in changes.items() if v is not None})
+        return {"command": "branch", "branched_from": config.branched_from, **train(config).to_dict()}
+
+
+COMMANDS: dict[str, Any] = {"run": Run, "branch": Branch}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,6 +163,10 @@ def _guarded(execute: Callable[[], dict[str, Any]]) -> int:
         record = execute()
     except ValueError as error:
         return _fail(str(error), USAGE)
+    except Diverged as error:
+        return _fail(str(error), DIVERGED)
+    except Interrupted as error:
+        return _fail(str(error), 128 + error.number)
     except OSError as error:
         return _fail(str(error), DISK)
     print(json.dumps(record))

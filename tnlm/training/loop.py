@@ -1,7 +1,6 @@
 """The training loop: micro-batches, update, validation, checkpoints, and when to stop."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -12,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,38 +27,9 @@ from tnlm.training.data import accumulation_steps, inputs_and_targets
 from tnlm.training.distributed import World, on_main, process_group, sum_over_ranks
 from tnlm.training.inputs import open_inputs
 from tnlm.training.optim import Optimizers, gradient_norm
+from tnlm.training.outcomes import Diverged, Interrupted, Result
 from tnlm.training.presets import OPERATIONAL, TrainConfig, load_config
 from tnlm.transformer import Transformer
-
-
-class Diverged(RuntimeError):
-    """The loss or a gradient is not finite; nothing was saved since the last complete checkpoint."""
-
-
-class Interrupted(Exception):
-    """A signal ended the run after a complete save; running the same command again resumes."""
-
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.number = number
-
-
-@dataclass(frozen=True)
-class Result:
-    """The end of a finished run."""
-
-    folder: Path
-    """What :func:`tnlm.load` reads."""
-    steps: int
-    tokens: int
-    train_loss: float
-    """Of the last update's batch, nats per token."""
-    val_loss: float
-    bits_per_byte: float | None
-    recipe: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"folder": str(self.folder)}
 
 
 class TokenLosses(nn.Module):
@@ -87,7 +56,7 @@ def train(config: TrainConfig, *, initial: Mapping[str, Tensor] | None = None, p
         ValueError: The configuration, the data or the launch is refused, or the folder holds another run.
         Diverged: A loss or gradient is not finite.
         Interrupted: SIGTERM or SIGINT; a complete checkpoint was saved.
-        tnlm.training.checkpointing.SaveError: The disk refused a checkpoint.
+        SaveError: The disk refused a checkpoint.
     """
     world = World.from_environment()
     accumulation_steps(batch=config.batch, micro_batch=config.micro_batch, world_size=world.size)
@@ -255,7 +224,7 @@ class Trainer:
                 return self._finish(train, validation)
             if self.stop:
                 number = self.signal or signal.SIGTERM
-                raise Interrupted(number, f"stopped at step {self.step} by signal {number}: {self._last_good()}")
+                raise Interrupted(f"stopped at step {self.step}: {self._last_good()}; the same command resumes", number)
             train, validation = self._update(), None
 
     def _update(self) -> dict[str, Any]:

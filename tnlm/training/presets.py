@@ -299,6 +299,7 @@ def _nano_run(model: ModelConfig, **changes: Any) -> TrainConfig:
         "val_every": 50,
         "val_tokens": 16_384,
         "save_every": 100,
+        "shuffle": True,
     }
     return TrainConfig(model=model, **{**defaults, **changes})
 

@@ -1,0 +1,43 @@
+"""How a run ends. Imports no torch."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a finished run."""
+
+    folder: Path
+    """What :func:`tnlm.load` reads."""
+    steps: int
+    tokens: int
+    train_loss: float
+    """Of the last update's batch, nats per token."""
+    val_loss: float
+    bits_per_byte: float | None
+    recipe: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"folder": str(self.folder)}
+
+
+class Diverged(RuntimeError):
+    """The loss or a gradient is not finite; nothing was saved since the last complete checkpoint."""
+
+
+class Interrupted(Exception):
+    """A signal ended the run after a complete save; running the same command again resumes."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message, number)
+        self.message, self.number = message, number
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written; the older ones are untouched."""
