@@ -73,6 +73,25 @@ def test_flops_of_one_token():
     assert config.flops_per_token(5) == 6 * weights + 6 * 5 * 2 * 3 * (2 * 10 + 10)
 
 
+@pytest.mark.parametrize(
+    "kinds, share",
+    [
+        ({}, 1),
+        ({"mlp": "swiglu"}, (6 * 1152**2 + 3) / (18 * 1152**2 + 1152 + 3)),
+        ({"attention": "softmax"}, (12 * 1152**2 + 1152 + 2) / (16 * 1152**2 + 1152 + 3)),
+        ({"mlp": "relu2", "attention": "softmax"}, 2 / (12 * 1152**2 + 1152 + 3)),
+        ({"n_layer": 0}, 1),
+    ],
+)
+def test_polynomial_share_of_the_blocks(kinds, share):
+    assert ModelConfig.released(**kinds).polynomial_share == pytest.approx(share, rel=1e-9)
+
+
+def test_published_counts_of_the_blocks_alone():
+    assert published_size("medium").n_block_params == 430_002_486
+    assert published_size("medium", attention="softmax").n_block_params == 382_226_742
+
+
 def test_released_defaults():
     config = ModelConfig.released()
     assert (config.n_layer, config.n_head, config.d_model, config.d_hidden, config.d_head) == (18, 9, 1152, 4608, 128)

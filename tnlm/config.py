@@ -149,15 +149,33 @@ class ModelConfig:
     @property
     def n_params(self) -> int:
         """Number of parameters, counted from the sizes."""
-        return 2 * self.d_vocab * self.d_model + self.n_layer * self._block_params
+        return 2 * self.d_vocab * self.d_model + self.n_block_params
 
     @property
-    def _block_params(self) -> int:
+    def n_block_params(self) -> int:
+        """Parameters of all blocks: what remains without embedding and unembedding."""
+        return self.n_layer * (self._attention_params + self._mlp_params + 2 * self.x0_mixing)
+
+    @property
+    def polynomial_share(self) -> float:
+        """Share of the blocks' parameters in layers that are polynomials of their (normed) inputs, mixing included."""
+        outside = (self._attention_params if self.attention not in POLYNOMIAL_ATTENTIONS else 0) + (
+            self._mlp_params if self.mlp not in POLYNOMIAL_MLPS else 0
+        )
+        return 1 - self.n_layer * outside / self.n_block_params if self.n_block_params else 1.0
+
+    @property
+    def _attention_params(self) -> int:
+        if self.attention == "none":
+            return 0
+        assert self.d_qk is not None
         qk = 2 * self.n_qk * self.n_head * self.d_qk * (self.d_model + self.qk_bias)
-        attention = 0 if self.attention == "none" else 2 * self.d_model**2 + qk + self.value_residual
-        mlp = (3 if self.mlp_gated else 2) * self.d_model * self.d_hidden
+        return 2 * self.d_model**2 + qk + self.value_residual + (self.attention == "differential")
+
+    @property
+    def _mlp_params(self) -> int:
         bias = self.d_model if self.mlp_bias and self.mlp != "none" else 0
-        return attention + mlp + bias + 2 * self.x0_mixing + (self.attention == "differential")
+        return (3 if self.mlp_gated else 2) * self.d_model * self.d_hidden + bias
 
     @property
     def n_matmul_params(self) -> int:
