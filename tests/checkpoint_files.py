@@ -56,3 +56,8 @@ def same_state(a: Transformer, b: Transformer) -> bool:
     """Equal bits, dtypes and names."""
     one, two = a.state_dict(), b.state_dict()
     return one.keys() == two.keys() and all(one[k].dtype == two[k].dtype and torch.equal(one[k], two[k]) for k in one)
+
+
+def edit(path: Path, **changes: object) -> None:
+    """Change keys of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
