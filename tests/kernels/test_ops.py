@@ -1,0 +1,141 @@
+"""The custom operators: registration, compilation, FLOP counts, distribution, and what they refuse."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.kernels.attention_cases import FUNCTIONS, operands, outputs_and_gradients
+from tnlm.kernels import ops
+
+FORWARD = {"bilinear": ops.bilinear_fwd, "squared": ops.squared_fwd}
+BACKWARD = {"bilinear": ops.bilinear_bwd, "squared": ops.squared_bwd}
+BOTH = pytest.mark.parametrize("kind", FUNCTIONS)
+
+
+@BOTH
+@pytest.mark.parametrize("causal", [True, False])
+def test_opcheck(kind, causal):
+    tensors = operands(kind, seq_q=5, seq_k=7)
+    torch.library.opcheck(FORWARD[kind], (*tensors, causal, 0.5, "chunked"))
+    plain = [x.detach() for x in tensors]
+    grad = torch.randn(2, 5, 3, 10, dtype=torch.float64)
+    torch.library.opcheck(BACKWARD[kind], (grad, *plain, causal, 0.5, "chunked"))
+
+
+@BOTH
+@pytest.mark.parametrize("implementation", ["auto", "chunked", "eager"])
+def test_one_graph_and_changing_lengths(kind, implementation):
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def attend(*tensors):
+        return FUNCTIONS[kind](*tensors, implementation=implementation)
+
+    for seq in (300, 311, 322):
+        tensors = operands(kind, seq_q=seq, batch=1, dtype=torch.float32)
+        out = attend(*tensors)
+        gradients = torch.autograd.grad(out.sum(), tensors)
+        want = outputs_and_gradients(kind, tensors, implementation=implementation)
+        torch.testing.assert_close([out.detach(), *gradients], want)
+    # The first length, then one graph for every other.
+    assert backend.frame_count == 2
+
+
+@BOTH
+def test_recurrent_compiles_into_one_graph_per_length(kind):
+    tensors = operands(kind, seq_q=5, dtype=torch.float32)
+    torch._dynamo.reset()
+    attend = torch.compile(FUNCTIONS[kind], backend="eager", fullgraph=True)
+    out = attend(*tensors, implementation="recurrent")
+    torch.testing.assert_close(out, FUNCTIONS[kind](*tensors, implementation="recurrent"))
+
+
+@BOTH
+def test_flops_are_those_of_the_formula(kind):
+    batch, n_head, seq, d_qk, d_v, n = 2, 3, 6, 4, 10, 2 if kind == "bilinear" else 1
+    tensors = operands(kind, seq_q=seq, batch=batch, n_head=n_head, d_qk=d_qk, d_v=d_v)
+    pairs = batch * n_head * seq * (seq + 1) // 2
+    with FlopCounterMode(display=False) as counter:
+        out = FUNCTIONS[kind](*tensors, implementation="chunked")
+    assert counter.get_total_flops() == 2 * pairs * (n * d_qk + d_v)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == 2 * pairs * (3 * n * d_qk + 2 * d_v)
+
+
+@pytest.mark.parametrize("seq_q, seq_k", [(5, 5), (3, 7), (7, 3), (0, 3)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_pairs_are_counted_as_they_are_masked(seq_q, seq_k, causal):
+    mask = torch.ones(seq_q, seq_k).tril(seq_k - seq_q) if causal else torch.ones(seq_q, seq_k)
+    assert ops.causal_pairs(seq_q, seq_k, causal) == mask.sum()
+
+
+@BOTH
+def test_meta_tensors_have_the_shape_and_no_memory(kind):
+    tensors = [x.to("meta") for x in operands(kind, seq_q=300)]
+    out = FUNCTIONS[kind](*tensors)
+    assert out.shape == (2, 300, 3, 10)
+    assert out.device.type == "meta"
+
+
+@BOTH
+def test_gradients_are_contiguous_whatever_the_operands_are(kind):
+    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands(kind, seq_q=7)]
+    out, *gradients = outputs_and_gradients(kind, tensors, implementation="chunked")
+    assert all(x.is_contiguous() for x in (out, *gradients))
+    assert len({x.untyped_storage().data_ptr() for x in (out, *gradients)}) == 1 + len(tensors)
+
+
+@BOTH
+def test_double_backward_names_eager(kind):
+    tensors = operands(kind, seq_q=5)
+    out = FUNCTIONS[kind](*tensors, implementation="chunked")
+    (first,) = torch.autograd.grad(out.sum(), tensors[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match='no double backward; use implementation="eager"'):
+        first.sum().backward()
+
+
+@BOTH
+def test_transforms_take_eager_and_never_drop_a_tangent(kind):
+    tensors = tuple(x.detach().float() for x in operands(kind, seq_q=300, batch=1))
+    tangents = tuple(torch.randn_like(x) for x in tensors)
+
+    def attend(implementation):
+        return lambda *tensors: FUNCTIONS[kind](*tensors, implementation=implementation)
+
+    _, tangent = torch.func.jvp(attend("auto"), tensors, tangents)
+    _, want = torch.func.jvp(attend("eager"), tensors, tangents)
+    assert torch.equal(tangent, want)
+    assert want.norm() > 0
+    for transform in (torch.vmap, lambda f: lambda *t: torch.func.jvp(f, t, t)):
+        stacked = tuple(x[None] for x in tensors) if transform is torch.vmap else tensors
+        with pytest.raises(ValueError, match=r'"chunked" cannot run inside torch.func .* use "eager"'):
+            transform(attend("chunked"))(*stacked)
+
+
+@BOTH
+def test_deterministic_algorithms_are_accepted_and_repeat(kind):
+    tensors = operands(kind, seq_q=300, dtype=torch.float32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (outputs_and_gradients(kind, tensors, implementation="chunked") for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_two_ranks_and_compilation_average_their_gradients():
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.ddp_worker"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,116 @@
+"""The decoding state: any split of a sequence gives the whole, and a saved past continues."""
+
+import pytest
+import torch
+
+from tests.kernels.attention_cases import FUNCTIONS, operands
+from tnlm.kernels import State
+from tnlm.kernels.recurrent import CHUNK
+
+BOTH = pytest.mark.parametrize("kind", FUNCTIONS)
+SIZES = {"batch": 2, "n_head": 3, "d_qk": 4, "d_v": 10}
+
+
+def pieces(tensors, splits):
+    """The operands cut along the sequence."""
+    return zip(*(x.split(splits, dim=1) for x in tensors), strict=True)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "splits", [[1] * 9, [CHUNK], [CHUNK - 1, 1, 1], [5, 0, 300, 1, 1], [CHUNK, CHUNK, 3 * CHUNK + 7]]
+)
+def test_any_split_gives_the_whole(kind, splits):
+    tensors = operands(kind, seq_q=sum(splits))
+    state = State(kind, **SIZES, dtype=torch.float64)
+    out = torch.cat([state.attend(*piece) for piece in pieces(tensors, splits)], dim=1)
+    torch.testing.assert_close(out, FUNCTIONS[kind](*tensors, implementation="eager"), rtol=1e-10, atol=1e-10)
+    assert state.seq == sum(splits)
+
+
+@BOTH
+def test_update_then_query_sees_every_key(kind):
+    *factors, v = operands(kind, seq_q=5, seq_k=300)
+    state = State(kind, **SIZES, dtype=torch.float64, scale=0.3)
+    for *keys, values in pieces([*factors[1::2], v], [1, 299]):
+        state.update(*keys, values)
+    want = FUNCTIONS[kind](*factors, v, causal=False, scale=0.3, implementation="eager")
+    torch.testing.assert_close(state.query(*factors[0::2]), want)
+    assert state.seq == 300
+
+
+@BOTH
+@pytest.mark.parametrize("at", [3, 200])
+def test_a_saved_state_continues_bit_equal(kind, at, tmp_path):
+    tensors = operands(kind, seq_q=at + 131, dtype=torch.float32)
+    before, after = pieces(tensors, [at, 131])
+    state = State(kind, **SIZES)
+    state.attend(*before)
+    torch.save(state.state_dict(), tmp_path / "state.pt")
+    want = state.attend(*after)
+    resumed = State(kind, **SIZES)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(resumed.attend(*after), want)
+    assert resumed.seq == at + 131
+
+
+@BOTH
+def test_continuations_of_one_prefix_do_not_touch_each_other(kind):
+    tensors = operands(kind, seq_q=250)
+    prefix, first, second = pieces(tensors, [120, 65, 65])
+    state = State(kind, **SIZES, dtype=torch.float64)
+    state.attend(*prefix)
+    other = state.fork()
+    state.attend(*first)
+    out = other.attend(*second)
+    joined = [torch.cat(pair, dim=1) for pair in zip(prefix, second, strict=True)]
+    want = FUNCTIONS[kind](*joined, implementation="eager")[:, 120:]
+    torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
+    assert (state.seq, other.seq) == (185, 185)
+
+
+def test_squared_state_keeps_one_of_each_symmetric_pair():
+    total = State("squared", **SIZES).state_dict()["total"]
+    assert total.shape == (2, 3, 4 * 5 // 2, 10)
+    assert State("bilinear", **SIZES).state_dict()["total"].shape == (2, 3, 16, 10)
+
+
+@BOTH
+def test_half_inputs_keep_a_float32_state(kind):
+    # 2000 products of 1 and one of 2**-9: a bfloat16 running sum would stop at 256 and drop the last.
+    k = torch.ones(1, 2000, 1, 1, dtype=torch.bfloat16)
+    state = State(kind, batch=1, n_head=1, d_qk=1, d_v=1)
+    factors = 2 if kind == "bilinear" else 1
+    state.update(*[k] * factors, k)
+    state.update(*[k[:, :1]] * factors, k[:, :1] * 2**-9)
+    q = torch.ones(1, 1, 1, 1)
+    assert state.query(*[q] * factors).item() == 2000 + 2**-9
+    assert state.query(*[q.bfloat16()] * factors).dtype == torch.bfloat16
+
+
+@BOTH
+def test_autocast_does_not_round_the_state(kind):
+    tensors = operands(kind, seq_q=300, dtype=torch.float32)
+    plain, cast = State(kind, **SIZES), State(kind, **SIZES)
+    want = plain.attend(*tensors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(cast.attend(*tensors), want)
+
+
+@pytest.mark.user_error
+def test_errors_name_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"dtype must be float32 or wider, got torch\.bfloat16"):
+        State("bilinear", **SIZES, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"kind must be .*, got 'softmax'"):
+        State("softmax", **SIZES)
+    state = State("bilinear", **SIZES)
+    q, k, v = (x.detach().float() for x in operands("squared", seq_q=3))
+    with pytest.raises(ValueError, match="a bilinear state takes 4 queries and keys here, got 2"):
+        state.attend(q, k, v)
+    with pytest.raises(ValueError, match=r"batch=2, new=3, n_head=3, d=4\), got \(2, 3, 1, 4\)"):
+        state.update(k[:, :, :1], k, v)
+    saved = state.state_dict()
+    with pytest.raises(ValueError, match=r"a squared state holds \['k1', 'seq', 'total', 'v'\], got \['k1', 'k2'"):
+        State("squared", **SIZES).load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"total must have shape \(2, 3, 16, 10\), got \(2, 3, 9, 10\)"):
+        state.load_state_dict(saved | {"total": saved["total"][:, :, :9]})
