@@ -10,6 +10,7 @@ from tnlm.interp import BilinearHead
 from tnlm.rotary import rotary_tables, rotate
 
 close = torch.testing.assert_close
+MAPS = ("q1", "k1", "q2", "k2")
 
 
 def turn(y, position, angles):

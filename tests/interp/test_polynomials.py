@@ -1,0 +1,83 @@
+"""Degrees and gates of polynomial maps, read off values."""
+
+import pytest
+import torch
+
+from tests.interp.builders import make_layer, noise
+from tnlm.interp import degrees, gate_coefficients
+
+close = torch.testing.assert_close
+
+
+def test_degrees_of_two_residual_layers():
+    f1, f2 = make_layer(5, 5, 7, bias=False, seed=1), make_layer(5, 5, 6, bias=False, seed=2)
+    x = noise(3, 5, seed=3)
+
+    def network(x):
+        r = x + f1(x)
+        return r + f2(r)
+
+    parts = degrees(network, x, 4)
+    assert parts.shape == (5, 3, 5)
+    assert not parts.is_complex()
+    close(parts.sum(0), network(x))
+    close(parts[4], f2(f1(x)))
+    close(parts[1], x)
+    close(parts[2], f1(x) + f2(x))
+    close(parts[0], torch.zeros_like(x))
+    close(degrees(network, x, 6)[5:], torch.zeros(2, 3, 5).double(), rtol=0, atol=1e-11)
+
+
+def test_degrees_of_complex_inputs_and_float32():
+    b = make_layer(seed=1)
+    z = noise(2, 5, dtype=torch.complex128)
+    parts = degrees(b, z, 2)
+    close(parts[2] + parts[0], b(z))
+    close(parts[0], b.bias.to(z).expand(2, 3))
+    single = degrees(b.to(torch.float32), noise(2, 5).float(), 2)
+    assert single.dtype == torch.float32
+
+
+def test_degrees_refuses_what_is_no_polynomial():
+    f = make_layer()
+    with pytest.raises(
+        ValueError, match=r"no polynomial of degree \[1\]: off the nodes .*hold the norms of the run fixed"
+    ):
+        degrees(f, noise(5), 1)
+    with pytest.raises(ValueError, match="no polynomial"):
+        degrees(lambda x: x / (x * x).mean().sqrt(), noise(5), 6)
+    with pytest.raises(ValueError, match="imaginary residue"):
+        degrees(lambda x: 1j * x, noise(5), 1)
+
+
+def test_gate_coefficients_are_paths():
+    f1, f2, x = make_layer(5, 5, 7, bias=False, seed=1), make_layer(5, 5, 6, bias=False, seed=2), noise(5, seed=3)
+
+    def gated(g):
+        r = x.to(g) + g[0] * f1(x)
+        return r + g[1] * f2(r)
+
+    paths = gate_coefficients(gated, [2, 1])
+    assert paths.shape == (3, 2, 5)
+    close(paths.sum((0, 1)).real, gated(torch.ones(2).to(torch.complex128)).real)
+    close(paths[2, 1].real, f2(f1(x)))
+    close(paths[0, 0].real, x)
+    close(paths[1, 0].real, f1(x))
+    close(paths[0, 1].real, f2(x))
+    close(paths[2, 0], torch.zeros(5).to(paths), rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"no polynomial of degree \[1, 1\]"):
+        gate_coefficients(gated, [1, 1])
+
+
+@pytest.mark.user_error
+def test_bad_arguments_are_refused():
+    for call, text in [
+        (lambda: degrees(torch.square, noise(5) * torch.nan, 2), "x must be finite"),
+        (lambda: degrees(torch.square, noise(5), -1), "n must be an integer at least 0"),
+        (lambda: degrees(lambda x: x * torch.nan, noise(5), 2), "no polynomial"),
+        (lambda: gate_coefficients(torch.sum, []), "at least one gate, got none"),
+        (lambda: gate_coefficients(torch.sum, [1.5]), "degree must be an integer"),
+        (lambda: gate_coefficients(torch.sum, [1], dtype=torch.float64), "dtype must be complex, got torch.float64"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            call()
