@@ -56,6 +56,22 @@ def report(
         ValueError: Tokens or target out of range, or shapes that do not fit.
     """
     net = model if isinstance(model, Extracted) else extract(model)
+    page = Page(f"tnlm report: {net.config.n_layer} layers, {net.config.mlp} MLP, {net.config.attention} attention")
+    add_sections(page, net, tokens=tokens, tokenizer=tokenizer, target=target, top=top, progress=progress)
+    return page.write(path)
+
+
+def add_sections(
+    page: Page,
+    net: Extracted,
+    *,
+    tokens: Int[Tensor, "rows seq_plus_1"],
+    tokenizer: "Tokenizer | None" = None,
+    target: int | None = None,
+    top: int = 8,
+    progress: bool = True,
+) -> None:
+    """The sections of :func:`report` on a page that exists."""
     if tokens.ndim != 2 or tokens.shape[1] < 2 or not len(tokens):
         raise ValueError(f"tokens must be (rows, seq + 1), got shape {tuple(tokens.shape)}")
     net.model.check_tokens(tokens[:, :-1], limit=net.config.d_vocab_used)
@@ -64,13 +80,10 @@ def report(
         with torch.no_grad():
             target = int(net.model(prompt[None])[0, -1, : net.config.d_vocab_used].argmax())
     names = [str(i) if tokenizer is None else tokenizer.decode([i]) for i in net.tokens]
-
-    page = Page(f"tnlm report: {net.config.n_layer} layers, {net.config.mlp} MLP, {net.config.attention} attention")
     steps = [_model, _exactness, _scalars, _spectra, _heads, _truncation, _explanation]
     study = _Study(net, tokens, prompt, target, names, tokenizer, top)
     for step in track(steps, "writing the report", enabled=progress):
         step(page, study)
-    return page.write(path)
 
 
 class _Study:
@@ -146,12 +159,13 @@ def _spectra(page: Page, study: _Study) -> None:
     strongest = max(range(net.n_layer), key=lambda l: float(spectra[l].values.abs().max()))
     pairs = spectra[strongest]
     page.text(
-        f"Layer {strongest} holds the largest eigenvalue. Its leading eigenvectors, by the tokens whose bare "
-        "embeddings score highest and lowest on them:"
+        f"Layer {strongest} holds the largest eigenvalue. Its leading eigenvectors, by the tokens of the text "
+        "whose bare embeddings score highest and lowest on them:"
     )
     k = min(study.top, 6)
-    scores = net.x0[: len(net.tokens)]
-    page.figure(plot.eigenvectors(pairs.vectors[:, :k], pairs.values[:k], scores, study.names))
+    ids = study.tokens.unique()
+    labels = [study.names[i] for i in ids.tolist()]
+    page.figure(plot.eigenvectors(pairs.vectors[:, :k], pairs.values[:k], net.x0[ids], labels))
 
 
 def _heads(page: Page, study: _Study) -> None:
