@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from jaxtyping import Inexact
@@ -73,7 +73,7 @@ class BilinearTensor:
     def dtype(self) -> torch.dtype:
         return self.w_l.dtype
 
-    def to(self, *args, **kwargs) -> Self:
+    def to(self, *args, **kwargs) -> "BilinearTensor":
         """The same layer under another dtype or device, as ``Tensor.to``."""
         bias = None if self.bias is None else self.bias.to(*args, **kwargs)
         return type(self)(*(w.to(*args, **kwargs) for w in (self.w_l, self.w_r, self.w_d)), bias)
@@ -86,7 +86,7 @@ class BilinearTensor:
         y = ((x @ w_l.mT) * (x @ w_r.mT)) @ w_d.mT
         return y if self.bias is None else y + self.bias
 
-    def __add__(self, other: Self) -> Self:
+    def __add__(self, other: "BilinearTensor") -> "BilinearTensor":
         """Direct sum of hidden units: ``(a + b)(x) == a(x) + b(x)``."""
         if not isinstance(other, BilinearTensor):
             return NotImplemented
@@ -101,15 +101,15 @@ class BilinearTensor:
             sum(biases[1:], biases[0]) if biases else None,
         )
 
-    def __mul__(self, scalar: float | complex) -> Self:
+    def __mul__(self, scalar: int | float | complex) -> "BilinearTensor":
         return type(self)(self.w_l, self.w_r, self.w_d * scalar, None if self.bias is None else self.bias * scalar)
 
     __rmul__ = __mul__
 
-    def __neg__(self) -> Self:
+    def __neg__(self) -> "BilinearTensor":
         return self * -1
 
-    def __sub__(self, other: Self) -> Self:
+    def __sub__(self, other: "BilinearTensor") -> "BilinearTensor":
         """Difference layer; its moments and bounds measure how far two layers are apart."""
         return self + -other
 
@@ -122,22 +122,22 @@ class BilinearTensor:
         check_bytes("the dense tensor", self.shape, self.dtype, max_bytes, "use interaction, apply, gram or eig")
         return self.interaction(torch.eye(self.d_out, dtype=self.dtype, device=self.w_l.device), max_bytes)
 
-    def symmetrize(self) -> Self:
+    def symmetrize(self) -> "BilinearTensor":
         """The same function with equal input maps and ``2 d_hidden`` units: ``lr = 1/4 ((l+r)**2 - (l-r)**2)``."""
         w = torch.cat([self.w_l + self.w_r, self.w_l - self.w_r])
         return type(self)(w, w, torch.cat([self.w_d, -self.w_d], dim=1) / 4, self.bias)
 
-    def fold(self, m: Inexact[Tensor, "d_in d_new"]) -> Self:
+    def fold(self, m: Inexact[Tensor, "d_in d_new"]) -> "BilinearTensor":
         """The layer as a function of ``z`` with ``x = m z``."""
         check_tensor("m", m, (self.d_in, None), self.w_l)
         return type(self)(self.w_l @ m, self.w_r @ m, self.w_d, self.bias)
 
-    def project(self, m: Inexact[Tensor, "d_new d_out"]) -> Self:
+    def project(self, m: Inexact[Tensor, "d_new d_out"]) -> "BilinearTensor":
         """The layer ``m f(x)``."""
         check_tensor("m", m, (None, self.d_out), self.w_l)
         return type(self)(self.w_l, self.w_r, m @ self.w_d, None if self.bias is None else m @ self.bias)
 
-    def augment(self, residual: bool = True) -> Self:
+    def augment(self, residual: bool = True) -> "BilinearTensor":
         """Homogeneous form on ``(1, x)``: output ``(1, x + f(x))``, bias included; ``(1, f(x))`` without residual.
 
         One unit carries the constant and the bias, ``d_in`` more the identity: ``d_hidden + 1 + d_in`` units.
@@ -215,7 +215,7 @@ class BilinearTensor:
         """Frobenius norm of ``S``, float64."""
         return self.inner(self).real.clamp_min(0).sqrt()
 
-    def inner(self, other: Self, kind: Literal["sym", "gaussian", "sphere"] = "sym") -> Tensor:
+    def inner(self, other: "BilinearTensor", kind: Literal["sym", "gaussian", "sphere"] = "sym") -> Tensor:
         """Inner product with another layer of the same shape; the last sum is in float64 (complex128).
 
         ``sym``: of the tensors, ``<S_a, S_b>``. ``gaussian``: of the functions, bias included, ``E f_a(x) . f_b(x)``

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Inexact
@@ -138,7 +138,7 @@ class BilinearHead:
         """Frobenius norm of the symmetric pattern tensor, float64; ``O(d_qk**2 d_in)``."""
         return self.inner(self, distance).real.clamp_min(0).sqrt()
 
-    def inner(self, other: Self, distance: int = 0) -> Tensor:
+    def inner(self, other: "BilinearHead", distance: int = 0) -> Tensor:
         """Inner product of two symmetric pattern tensors, by traces of ``(d_qk, d_qk)`` matrices, in float64."""
         self._require_pattern("inner")
         other._require_pattern("inner")
@@ -225,7 +225,7 @@ class BilinearHead:
             y = y / (y.square().mean(0) + self.norm_eps).sqrt()
         return self._turn(y, position).mT
 
-    def fix_gauge(self) -> Self:
+    def fix_gauge(self) -> "BilinearHead":
         """The same head with canonical factors: heads that differ by a gauge alone become equal numbers.
 
         Free and fixed here: a rotation of every rotary pair of a branch; without QK norm also its scale and the scale

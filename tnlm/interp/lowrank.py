@@ -1,7 +1,7 @@
 """A matrix kept as two thin factors."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Inexact
@@ -41,7 +41,7 @@ class LowRank:
         return (self.left.shape[0], self.right.shape[1])
 
     @property
-    def mT(self) -> Self:
+    def mT(self) -> "LowRank":
         return type(self)(self.right.mT, self.left.mT)
 
     def __matmul__(self, x: Inexact[Tensor, "n ..."]) -> Inexact[Tensor, "m ..."]:
@@ -62,7 +62,7 @@ class LowRank:
         phase = torch.sgn(torch.where(peak == 0, 1, peak))
         return SVD(u * phase.conj(), s, vh * phase[:, None])
 
-    def inner(self, other: Self) -> Tensor:
+    def inner(self, other: "LowRank") -> Tensor:
         """``sum_ij self[i, j] conj(other[i, j])``, summed in float64 (complex128)."""
         if self.shape != other.shape:
             raise ValueError(f"matrices must have the same shape to be compared, got {self.shape} and {other.shape}")

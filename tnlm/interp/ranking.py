@@ -109,7 +109,7 @@ def rank_pairs(
     return tuple(torch.cat(parts) for parts in zip(*kept)) if kept else (ids, ids, torch.zeros(0))
 
 
-def table(row: type[NamedTuple], *columns: Sequence[Any] | Tensor) -> Any:
+def table(row: type[tuple], *columns: Sequence[Any] | Tensor) -> Any:
     """A DataFrame with the fields of ``row`` as columns where pandas is present, else a list of ``row``."""
     lists = [c.tolist() if isinstance(c, Tensor) else list(c) for c in columns]
     try:

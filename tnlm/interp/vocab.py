@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from tnlm.interp.spectra import _DENSE_WIDTH, Eig, Which, eig, form_norms, krylo
 from tnlm.interp.statistics import trace_bounds
 
 
+@runtime_checkable
 class VocabNet(Protocol):
     """The part of an extracted model that these functions read."""
 
