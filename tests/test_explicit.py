@@ -196,15 +196,20 @@ def test_one_einsum_is_the_forward(config, count):
     check(model, flat)
 
 
-def test_flattening_a_deep_model_is_refused_with_the_count():
-    model = Transformer(ModelConfig.released(), device="meta")
+@pytest.fixture(scope="module")
+def published():
+    """The 18-layer model's network, without memory behind it."""
+    return Transformer(ModelConfig.released(), device="meta").network(512)
+
+
+def test_flattening_a_deep_model_is_refused_with_the_count(published):
     with pytest.raises(ValueError, match=r"transformer as one einsum has 13,177,777,777,777,777,765 operands"):
-        model.network(3).flatten()
+        published.flatten()
 
 
-def test_cost_of_the_published_model_on_the_meta_device():
+def test_cost_of_the_published_model(published):
     config = ModelConfig.released()
-    cost = Transformer(config, device="meta").network(512).cost({"batch": 1})
+    cost = published.cost({"batch": 1})
     assert cost.largest == 512 * config.d_vocab
     forward = config.flops_per_token(512) * 512 / 3
     assert forward < cost.flops < 4.5 * forward

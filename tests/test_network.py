@@ -3,6 +3,7 @@
 import itertools
 import string
 import sys
+import weakref
 
 import opt_einsum
 import pytest
@@ -102,6 +103,26 @@ def test_shared_node_is_contracted_once(monkeypatch):
     monkeypatch.setattr(opt_einsum, "contract", lambda eq, *a, **kw: equations.append(eq) or contract(eq, *a, **kw))
     net.contract({"x": torch.randn(2, 5), "scale": torch.randn(2)})
     assert len(equations) == 2
+
+
+def test_results_are_freed_after_their_last_use(monkeypatch):
+    net = Network([("x", "i")], "i")
+    for _ in range(9):
+        net = Network([(net, "i"), (torch.eye(3), "i j")], "j")
+    alive, most = weakref.WeakSet(), []
+    contract = opt_einsum.contract
+
+    def watched(*args, **kwargs):
+        result = contract(*args, **kwargs)
+        alive.add(result)
+        most.append(len(alive))
+        return result
+
+    monkeypatch.setattr(opt_einsum, "contract", watched)
+    with torch.no_grad():
+        net.contract({"x": torch.ones(3)})
+    assert len(most) == 10
+    assert max(most) == 2
 
 
 def test_gradients_reach_tensors_and_inputs():

@@ -444,18 +444,16 @@ def _tensor(operand: Any, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _step(network: Network, sizes: Mapping[str, int], optimize: Any) -> _Step:
-    """Plan one network. The optimisers never see a size 0, by which their cost models would divide."""
+    """Plan one network."""
     indices = list(dict.fromkeys(index for _, names in network.operands for index in names))
     symbol = {index: opt_einsum.get_symbol(number) for number, index in enumerate(indices)}
     terms = ["".join(symbol[index] for index in names) for _, names in network.operands]
     equation = f"{','.join(terms)}->{''.join(symbol[index] for index in network.output)}"
     shapes = [tuple(sizes[index] for index in names) for _, names in network.operands]
-    planned = [tuple(max(size, 1) for size in shape) for shape in shapes]
-    path, _ = opt_einsum.contract_path(equation, *planned, shapes=True, optimize=optimize)
+    path, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=optimize)
     if wide := [step for step in path if len(step) > 2]:
         raise ValueError(
             f"a path may contract two operands at a time, got {wide[0]} for {network.name}: torch would choose "
             "the order inside such a step, and its memory could not be foreseen"
         )
-    _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=path)
     return _Step(network, equation, tuple(map(tuple, path)), int(info.opt_cost), int(info.largest_intermediate))
