@@ -1,6 +1,9 @@
 """Networks of layers and models, contracted, are the forward: float64, 1e-12, pairwise different sizes."""
 
+import contextlib
 import copy
+import io
+import re
 from pathlib import Path
 
 import opt_einsum
@@ -308,3 +311,14 @@ def test_recorded_logits_of_the_polynomial_toys(toy, golden: Path, shared: Path)
         got = net.contract(inputs_of(model, tokens))
         torch.testing.assert_close(got, expected, rtol=0, atol=4e-6 * scale)
     check(model.double(), seq=tokens.shape[1])
+
+
+def test_documentation_runs():
+    text = (Path(__file__).parents[1] / "docs" / "tensors.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    assert len(blocks) == 2
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec("\n".join(blocks), {})
+    documented = re.search(r"print\(net\)  # (.*)", text).group(1)
+    assert output.getvalue().splitlines()[0] == documented
