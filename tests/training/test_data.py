@@ -16,7 +16,6 @@ from tnlm.training.data import (
     Validation,
     accumulation_steps,
     inputs_and_targets,
-    open_data,
 )
 
 SIZES = (403, 517, 350)
@@ -317,16 +316,3 @@ class TestValidation:
         shards.write_shard(tmp_path / "b.bin", list(b"abcd"))
         validation = Validation(TokenStream([tmp_path / "b.bin"]), seq=3, tokens=3, d_vocab=256)
         assert validation.text_bytes(get("bytes")) == 3
-
-
-class TestOpenData:
-    def test_folder(self, folder):
-        train, held_out, facts = open_data(folder)
-        assert (len(train), len(held_out), facts) == (sum(SIZES), 100, None)
-        train, held_out, _ = open_data(f"{folder}/x_train_00000[12].bin", validation=folder / "x_val_000000.bin")
-        assert (len(train), len(held_out)) == (920, 100)
-
-    @pytest.mark.user_error
-    def test_validation_in_training(self, folder):
-        with pytest.raises(ValueError, match="is the validation shard"):
-            open_data(f"{folder}/*.bin")

@@ -78,23 +78,6 @@ class TokenStream:
         )
 
 
-def open_data(
-    where: str | Path, *, validation: str | Path | None = None, allow_truncated: bool = False
-) -> tuple[TokenStream, TokenStream, dict[str, Any] | None]:
-    """Training stream, validation stream and sidecar of a data folder or glob; every shard is checked.
-
-    ``validation`` is a shard, folder or glob; by default the ``val`` shards of the same folder.
-
-    Raises:
-        ValueError: Nothing found, a damaged shard, or one file in both.
-    """
-    train = shards.find_shards(where)
-    held_out = shards.find_shards(validation or train[0].parent, split="val")
-    shards.refuse_duplicates(train, held_out)
-    streams = [TokenStream(paths, allow_truncated=allow_truncated) for paths in (train, held_out)]
-    return streams[0], streams[1], shards.read_sidecar(train[0].parent)
-
-
 def accumulation_steps(*, batch: int, micro_batch: int, world_size: int = 1) -> int:
     """Micro-batches per rank and step, ``batch / (micro_batch * world_size)``.
 

@@ -1,0 +1,269 @@
+"""The estimators behind the comparison, on arrays: resampling, matched schedules, crossings. Only numpy and scipy.
+
+Everything works on rows: row 0 holds the data as they are, the others one bootstrap draw each, so a point
+estimate and its draws come from one pass. Steps are updates, losses any decreasing figure of merit.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+EXPONENTS = np.geomspace(0.02, 5.0, 120)
+"""Candidates for b in L = c + a N^-b; the best three are refined by a parabola."""
+
+
+def resampled_weights(
+    units: Sequence[Hashable], cells: Sequence[Hashable], *, draws: int, seed: int = 0
+) -> tuple[np.ndarray, int]:
+    """How often each observation counts in each bootstrap draw, shape (1 + draws, observations); row 0 is ones.
+
+    Units (seeds, or trunks with all their branches) are drawn with replacement among the n units that occur in
+    the same cells (arm and horizon), so no cell is ever empty and branches of one trunk stay together. n - 1 are
+    drawn: the draws of a mean then have the variance s^2 / n, without the bias of n draws (Efron 1982).
+
+    Returns:
+        The weights, and the degrees of freedom, the sum of n - 1.
+    """
+    occurs: dict[Hashable, set] = {}
+    for unit, cell in zip(units, cells):
+        occurs.setdefault(unit, set()).add(cell)
+    strata: dict[frozenset, list] = {}
+    for unit, held in occurs.items():
+        strata.setdefault(frozenset(held), []).append(unit)
+    rng = np.random.default_rng(seed)
+    drawn: dict[Hashable, np.ndarray] = {}
+    for members in strata.values():
+        n = len(members)
+        counts = rng.multinomial(max(1, n - 1), [1 / n] * n, size=draws)
+        drawn.update(zip(members, counts.T))
+    weights = np.ones((1 + draws, len(units)))
+    for column, unit in enumerate(units):
+        weights[1:, column] = drawn[unit]
+    return weights, sum(len(members) - 1 for members in strata.values())
+
+
+def weighted_means(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Mean of ``values`` (observations, ...) under each row of ``weights`` (rows, observations)."""
+    return weights @ values / weights.sum(1).reshape(-1, *[1] * (values.ndim - 1))
+
+
+@dataclass(frozen=True)
+class Horizons:
+    """Final losses of one arm: horizons (K,) increasing, means (rows, K), runs behind each mean (K,)."""
+
+    steps: np.ndarray
+    means: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def range(self) -> tuple[int, int]:
+        return int(self.steps[0]), int(self.steps[-1])
+
+
+def decreasing_fit(means: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Least-squares fit that never increases along the last axis, weighted by ``counts`` (isotonic regression).
+
+    By the min-max formula, ``fit[k] = min over i <= k of max over j >= k of the mean of i..j``.
+    """
+    n = means.shape[-1]
+    sums = np.concatenate([np.zeros((*means.shape[:-1], 1)), np.cumsum(means * counts, -1)], -1)
+    total = np.concatenate([[0], np.cumsum(counts)])
+    block = {
+        (i, j): (sums[..., j + 1] - sums[..., i]) / (total[j + 1] - total[i]) for i in range(n) for j in range(i, n)
+    }
+    fit = [np.min([np.max([block[i, j] for j in range(k, n)], axis=0) for i in range(k + 1)], axis=0) for k in range(n)]
+    return np.stack(fit, -1)
+
+
+def loss_at(arm: Horizons, n: float) -> np.ndarray:
+    """Loss of a complete schedule of ``n`` steps, per row: between horizons, or on the law where there are four."""
+    if len(arm.steps) >= 4:
+        c, a, b = power_law(arm)
+        return c + a * n**-b
+    fit = decreasing_fit(arm.means, arm.counts)
+    first, fraction = _segment(arm.steps, n)
+    if len(arm.steps) == 1:
+        return fit[:, 0]
+    return (1 - fraction) * fit[:, first] + fraction * fit[:, first + 1]
+
+
+def _segment(steps: np.ndarray, n: float) -> tuple[int, float]:
+    """Index of the segment of log N that ``n`` lies in (the nearest outside) and its place there, 0 to 1 inside."""
+    if len(steps) == 1:
+        return 0, 0.0
+    first = int(np.clip(np.searchsorted(steps, n, side="right") - 1, 0, len(steps) - 2))
+    low, high = np.log(steps[first]), np.log(steps[first + 1])
+    return first, float((math.log(n) - low) / (high - low))
+
+
+def steps_to(arm: Horizons, target: np.ndarray, *, extrapolate: bool = False) -> np.ndarray:
+    """Horizon whose final loss is ``target`` (rows,): the inverse of :func:`loss_at`, per row.
+
+    ``inf`` where even the longest horizon stays above the target, ``-inf`` where the shortest is below it;
+    ``extrapolate`` continues the end segments (or the law) instead.
+    """
+    low, high = arm.range
+    if len(arm.steps) >= 4:
+        c, a, b = power_law(arm)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found = np.where((target > c) & (a > 0), ((target - c) / a) ** (-1 / b), np.inf)
+        if extrapolate:
+            return found
+        return np.where(found > high, np.inf, np.where(found < low, -np.inf, found))
+    fit, logs = decreasing_fit(arm.means, arm.counts), np.log(arm.steps)
+    found = np.where(target < fit[:, -1], np.inf, -np.inf)
+    last = len(arm.steps) - 2
+    for k in range(last, -1, -1):
+        drop = fit[:, k] - fit[:, k + 1]
+        inside = (target <= fit[:, k]) & (target >= fit[:, k + 1])
+        if extrapolate:
+            inside |= (target > fit[:, k]) if k == 0 else False
+            inside |= (target < fit[:, k + 1]) if k == last else False
+        with np.errstate(invalid="ignore", divide="ignore"):
+            place = np.where(drop > 0, (fit[:, k] - target) / drop, np.nan)
+            at = np.exp(logs[k] + place * (logs[k + 1] - logs[k]))
+        found = np.where(inside & np.isfinite(at), at, found)
+    return found
+
+
+def power_law(arm: Horizons) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Least-squares c, a, b of ``L = c + a N^-b``, per row, weighted by the runs behind each mean."""
+    weight = arm.counts / arm.counts.sum()
+    scale = arm.steps / arm.steps[0]
+    best = np.empty((len(arm.means), len(EXPONENTS)))
+    for k, b in enumerate(EXPONENTS):
+        best[:, k] = _law(arm.means, weight, scale, np.full(len(arm.means), b))[2]
+    k = np.clip(best.argmin(1), 1, len(EXPONENTS) - 2)
+    rows, logs = np.arange(len(best)), np.log(EXPONENTS)
+    left, middle, right = best[rows, k - 1], best[rows, k], best[rows, k + 1]
+    bend = left - 2 * middle + right
+    shift = np.divide(left - right, 2 * bend, out=np.zeros_like(bend), where=bend > 0).clip(-1, 1)
+    b = np.exp(logs[k] + shift * (logs[1] - logs[0]))
+    c, a, _ = _law(arm.means, weight, scale, b)
+    return c, a * float(arm.steps[0]) ** b, b
+
+
+def _law(means: np.ndarray, weight: np.ndarray, scale: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, ...]:
+    """c, a and the squared error of means = c + a scale^-b by weighted linear regression, per row."""
+    x = scale[None, :] ** -b[:, None]
+    dx, dy = x - (x @ weight)[:, None], means - (means @ weight)[:, None]
+    a = (dx * dy) @ weight / ((dx * dx) @ weight)
+    return means @ weight - a * (x @ weight), a, ((dy - a[:, None] * dx) ** 2) @ weight
+
+
+def slope_at(arm: Horizons, n: float) -> float:
+    """|dL/dN| of complete runs at ``n``, nats per step, from row 0."""
+    one = Horizons(arm.steps, arm.means[:1], arm.counts)
+    low, high = n * 0.999, n * 1.001
+    if len(arm.steps) < 4:
+        first, _ = _segment(arm.steps, n)
+        low, high = float(arm.steps[first]), float(arm.steps[first + 1])
+    return float(abs(loss_at(one, low) - loss_at(one, high))[0]) * (1 / (n * math.log(high / low)))
+
+
+def mean_variance(arm: Horizons, n: float) -> float:
+    """Variance of the interpolated loss at ``n`` in units of the variance of one run."""
+    first, fraction = _segment(arm.steps, n)
+    if len(arm.steps) == 1:
+        return 1 / float(arm.counts[0])
+    return float((1 - fraction) ** 2 / arm.counts[first] + fraction**2 / arm.counts[first + 1])
+
+
+def first_crossing(steps: np.ndarray, curves: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """First step at which the running minimum of each curve is at or below its target; ``inf`` if it never is.
+
+    Linear between evaluations. ``steps`` (M,), ``curves`` (rows, M), ``target`` (rows,).
+    """
+    lowest = np.minimum.accumulate(curves, axis=1)
+    below = lowest <= target[:, None]
+    after = below.argmax(1)
+    before = np.maximum(after - 1, 0)
+    rows = np.arange(len(curves))
+    high, low = lowest[rows, before], lowest[rows, after]
+    fraction = np.divide(high - target, high - low, out=np.ones_like(high), where=high > low)
+    found = steps[before] + fraction * (steps[after] - steps[before])
+    return np.where(below.any(1), np.where(after == 0, steps[0], found), np.inf)
+
+
+def crossing_slope(steps: np.ndarray, curve: np.ndarray, at: float) -> float:
+    """Loss per step of a curve's running minimum around the crossing ``at``."""
+    lowest = np.minimum.accumulate(curve)
+    after = int(np.clip(np.searchsorted(steps, at), 1, len(steps) - 1))
+    return float((lowest[after - 1] - lowest[after]) / (steps[after] - steps[after - 1]))
+
+
+def interval(draws: np.ndarray, confidence: float, freedom: float) -> tuple[float, float]:
+    """Percentile interval, at the percentiles that Student's t of ``freedom`` asks for in place of the normal.
+
+    Plain percentiles are too narrow for a handful of seeds (Hesterberg 2015, arXiv:1411.5279). An end that falls
+    among censored draws is infinite.
+    """
+    tail = float(stats.norm.sf(stats.t.ppf((1 + confidence) / 2, freedom)))
+    low, high = np.quantile(draws, [tail, 1 - tail], method="nearest")
+    return float(low), float(high)
+
+
+def pooled_sd(groups: Sequence[np.ndarray]) -> float | None:
+    """Standard deviation of one run around its group's mean; None when no group has two runs."""
+    freedom = sum(len(g) - 1 for g in groups)
+    if freedom < 1:
+        return None
+    return math.sqrt(sum(float(np.sum((g - g.mean()) ** 2)) for g in groups) / freedom)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Variant minus base, final losses."""
+
+    value: float
+    low: float | None
+    high: float | None
+    p: float | None
+    """Two-sided, for any difference."""
+    p_worse: float | None
+    """One-sided p that the variant is worse by more than ``margin``: small means not inferior."""
+    test: str
+
+
+def difference(
+    base: np.ndarray,
+    variant: np.ndarray,
+    *,
+    paired: bool,
+    confidence: float,
+    margin: float | None = None,
+    sigma: float | None = None,
+) -> Difference:
+    """Difference of means: paired t, else Welch's t; with too few runs a z test if ``sigma`` is known, else none."""
+    value = float(variant.mean() - base.mean())
+    if paired and len(base) >= 2:
+        gaps = variant - base
+        error, freedom, test = float(gaps.std(ddof=1)) / math.sqrt(len(gaps)), len(gaps) - 1.0, "paired t"
+    elif min(len(base), len(variant)) >= 2:
+        parts = [float(g.var(ddof=1)) / len(g) for g in (base, variant)]
+        error, test = math.sqrt(sum(parts)), "Welch t"
+        shares = sum(p**2 / (len(g) - 1) for p, g in zip(parts, (base, variant)))
+        freedom = sum(parts) ** 2 / shares if shares > 0 else math.inf
+    elif sigma is not None:
+        error, freedom, test = sigma * math.sqrt(1 / len(base) + 1 / len(variant)), math.inf, "z, given sigma"
+    else:
+        return Difference(value, None, None, None, None, "none: one seed")
+    reach = float(stats.t.ppf((1 + confidence) / 2, freedom)) * error
+    t = value / error if error > 0 else math.copysign(math.inf, value) if value else 0.0
+    worse = None
+    if margin is not None:
+        gap = (value - margin) / error if error > 0 else math.copysign(math.inf, value - margin)
+        worse = float(stats.t.cdf(gap, freedom))
+    return Difference(value, value - reach, value + reach, float(2 * stats.t.sf(abs(t), freedom)), worse, test)
+
+
+def seeds_needed(x: float, *, sigma: float, slope: float, n0: float, power: float = 0.8) -> int:
+    """Seeds per arm to tell extra batches ``x`` from 0 at two-sided 5 %, normal approximation.
+
+    ``2 ((z_0.975 + z_power) sigma / (slope n0 x))^2``, rounded up, with the slope of complete runs per step.
+    """
+    z = float(stats.norm.ppf(0.975) + stats.norm.ppf(power))
+    return max(1, math.ceil(2 * (z * sigma / (slope * n0 * abs(x))) ** 2))
