@@ -1,0 +1,465 @@
+"""Command ``tnlm``: info, verify, eval, generate, convert, explain, report.
+
+The application layer: with ``tnlm.demo`` it alone may import training and interp, inside its commands. Asking for help
+imports no torch. Progress and warnings go to stderr; with ``--json`` stdout holds one JSON record and nothing else.
+
+Exit codes: 0 done, 1 a check of ``verify`` failed, 2 a wrong argument or file (the message says which), 130 Ctrl-C.
+"""
+
+import json as jsonlib
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+from tnlm.vocabulary import encode_prompt, find_tokenizer, folders_of, one_token, saved_tokenizer, source_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tnlm.tokenizer import Tokenizer
+    from tnlm.transformer import Transformer
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+REPORT_SEQ = 128
+"""Tokens per row of a report, when the model can read as many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What every command takes."""
+
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print one JSON record instead of tables."""
+
+    def execute(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def show(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> None:
+        """A table for people; silent under ``--json``."""
+        if self.json:
+            return
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*header, title=title, title_justify="left", show_header=bool(header))
+        for row in rows:
+            table.add_row(*(_cell(value) for value in row))
+        Console(markup=False, emoji=False, highlight=False).print(table)
+
+    def say(self, text: str) -> None:
+        """A line for people, as it is; silent under ``--json``."""
+        if not self.json:
+            print(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCommand(Command):
+    """A command about one model."""
+
+    model: tyro.conf.Positional[str]
+    """Folder, weight file or run folder; short name of a released model; or Hub id."""
+    revision: str | None = None
+    """Commit, branch or tag of a Hub id."""
+    attention: Literal["squared", "squared_normalized"] | None = None
+    """For files that do not say which of the two they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCommand(ModelCommand):
+    """A command that runs a model on text."""
+
+    tokenizer: str | None = None
+    """gpt2, bytes, or a path; by default the one saved with the model, else by the size of its vocabulary."""
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16", "float64", "checkpoint"] = "float32"
+    """checkpoint keeps the stored mixture of bf16 and float32."""
+
+    def load(self) -> "Transformer":
+        return _load(self.model, self.revision, self.attention, self.dtype, self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info(ModelCommand):
+    """Parameters, cost and configuration of a model, without loading its weights.
+
+    $ tnlm info runs/nano-bilinear-bilinear-s0
+    $ tnlm info bilinear-bilinear-18l --json
+    """
+
+    seq: int | None = None
+    """Sequence length of the FLOPs; the model's n_ctx when left out."""
+
+    def execute(self) -> dict[str, Any]:
+        from tnlm.checkpoint import read_config
+        from tnlm.resolve import find, locate
+
+        entry, _, path = locate(self.model, revision=self.revision)
+        config = read_config(self.model, revision=self.revision, attention=self.attention)
+        dtypes = None
+        if path is not None or entry is None:
+            from tnlm import weightfiles
+
+            stored = weightfiles.read(find(self.model, revision=self.revision).weights)
+            dtypes = _count_dtypes(stored.tensors)
+        seq = config.n_ctx if self.seq is None else self.seq
+        if seq < 1:
+            raise ValueError(f"seq must be at least 1, got {seq}")
+        parameters = {
+            "total": config.n_params,
+            "blocks": config.n_block_params,
+            "polynomial_share": config.polynomial_share,
+        }
+        flops = config.flops_per_token(seq)
+        rows = [
+            ("parameters", f"{config.n_params:,}"),
+            ("of these in blocks", f"{config.n_block_params:,}"),
+            ("polynomial layers, share of the blocks", f"{config.polynomial_share:.1%}"),
+            (f"training FLOPs per token at {seq} tokens", f"{flops:,}"),
+        ]
+        if dtypes is not None:
+            rows.append(("stored as", ", ".join(f"{name} ({n:,})" for name, n in dtypes.items())))
+        else:
+            rows.append(("stored as", "not downloaded"))
+        self.show(self.model, rows)
+        self.show("configuration", list(config.to_dict().items()))
+        return {
+            "model": self.model,
+            "parameters": parameters,
+            "flops_per_token": flops,
+            "seq": seq,
+            "dtypes": dtypes,
+            "config": config.to_dict(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(TextCommand):
+    """Cross-entropy on text, in windows, per position; or benchmark tasks with lm-eval.
+
+    Every token but the first is predicted once. A run folder without --text is measured on its own validation tokens.
+
+    $ tnlm eval runs/nano-bilinear-bilinear-s0
+    $ tnlm eval bilinear-bilinear-18l --text book.txt --seq 512 --rows 64
+    $ tnlm eval runs/large --tasks lambada_openai hellaswag --limit 200
+    """
+
+    text: Path | None = None
+    """A UTF-8 text file."""
+    seq: int | None = None
+    """Tokens per window; n_ctx (or that of the run) when left out."""
+    rows: int | None = None
+    """Windows; all when left out."""
+    batch_size: int = 4
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-eval, instead of text (needs the extra `evals`)."""
+    limit: int | None = None
+    """Examples per task."""
+
+    def execute(self) -> dict[str, Any]:
+        model = self.load()
+        tokenizer = find_tokenizer(model, self.tokenizer)
+        if self.tasks:
+            return self._run_tasks(model, tokenizer)
+        from tnlm.evaluate import byte_lengths, cross_entropy
+
+        tokens, seq, source = _text_or_held_out(self.text, model, tokenizer, self.seq)
+        lengths = byte_lengths(tokenizer)
+        result = cross_entropy(
+            model, tokens, seq=seq, rows=self.rows, batch_size=self.batch_size, byte_lengths=lengths, progress=True
+        )
+        error = "" if result.standard_error is None else f" +- {result.standard_error:.4f}"
+        bits = "unknown" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
+        rows = [
+            ("cross-entropy, nats per token", f"{result.loss:.4f}{error}"),
+            ("bits per byte", bits),
+            ("predicted tokens", f"{result.tokens:,}"),
+            ("windows", f"{result.rows} of {result.seq} tokens"),
+        ]
+        self.show(f"{self.model} on {source}", rows)
+        buckets = [(f"{b.start}-{b.stop - 1}", f"{b.loss:.4f}", f"{b.tokens:,}") for b in result.buckets]
+        self.show("by position", buckets, ("positions", "nats per token", "tokens"))
+        return {"model": self.model, "text": source, **result.to_dict()}
+
+    def _run_tasks(self, model: "Transformer", tokenizer: "Tokenizer") -> dict[str, Any]:
+        from tnlm.integrations import hf
+
+        scores = hf.evaluate_tasks(
+            model, tokenizer, tasks=list(self.tasks), limit=self.limit, batch_size=self.batch_size
+        )
+        rows = [(task, metric, f"{value:.4f}") for task, found in scores.items() for metric, value in found.items()]
+        self.show(self.model, rows, ("task", "metric", "value"))
+        return {"model": self.model, "tasks": scores}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(TextCommand):
+    """Continue a prompt.
+
+    Nothing is prepended; the prompt's special text is plain text. An empty prompt starts a document.
+
+    $ tnlm generate runs/nano-bilinear-bilinear-s0 --prompt "The parser" --seed 0
+    $ tnlm generate swiglu-softmax-18l --prompt "Once upon" --temperature 0 --max-new-tokens 20
+    """
+
+    prompt: str = ""
+    max_new_tokens: int | None = None
+    """64, or as many as fit the model's context, when left out."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    cache: Literal["auto", "kv", "recurrent", "none"] = "auto"
+
+    def execute(self) -> dict[str, Any]:
+        import torch
+
+        from tnlm.progress import announce
+        from tnlm.sampling import generate
+
+        model = self.load()
+        tokenizer = find_tokenizer(model, self.tokenizer)
+        ids = encode_prompt(self.prompt, tokenizer)
+        new = self.max_new_tokens
+        new = min(64, max(model.config.n_ctx - len(ids), 1)) if new is None else new
+        with announce(f"generating up to {new} tokens"):
+            out = generate(
+                model,
+                torch.tensor([ids], device=self.device),
+                new,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                stop=tokenizer.eot,
+                seed=self.seed,
+                cache=self.cache,
+            )[0].tolist()
+        continuation = out[len(ids) :]
+        ended = bool(continuation) and continuation[-1] == tokenizer.eot
+        text = tokenizer.decode(continuation[:-1] if ended else continuation)
+        self.say(self.prompt + text)
+        return {"model": self.model, "prompt": self.prompt, "text": text, "ids": continuation, "ended": ended}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert(ModelCommand):
+    """Write a model in tnlm's own format: model.safetensors, config.json and a model card.
+
+    What the source's layout expresses by scales, signs or gains is folded into the weights, exactly.
+
+    $ tnlm convert bilinear-bilinear-18l models/bilinear-18l
+    $ tnlm convert state_step009726.pt models/mine --attention squared_normalized
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """Where to write; made if absent."""
+    dtype: Literal["float32", "bfloat16", "float64", "checkpoint"] = "checkpoint"
+    """checkpoint keeps each tensor's own."""
+
+    def execute(self) -> dict[str, Any]:
+        from tnlm.checkpoint import save
+
+        model = _load(self.model, self.revision, self.attention, self.dtype, "cpu")
+        source = source_of(model)
+        save(model, self.folder)
+        tokenizer = saved_tokenizer(model)
+        if tokenizer is not None:
+            tokenizer.save(self.folder)
+        size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+        rows = [("parameters", f"{model.config.n_params:,}"), ("bytes", f"{size:,}"), *source.items()]
+        rows.append(("tokenizer", "none saved with the source" if tokenizer is None else tokenizer.name))
+        self.show(str(self.folder), rows)
+        return {"folder": str(self.folder), "parameters": model.config.n_params, "bytes": size, "source": source}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain(TextCommand):
+    """Write the logit of the next token as a ranked sum of named parts, from the weights.
+
+    Heads by the token they read, MLPs by eigen-component; exact given the norms of this run.
+
+    $ tnlm explain runs/nano-bilinear-bilinear-s0 --prompt "def __init__(self" --target ","
+    $ tnlm explain bilinear-bilinear-18l --prompt "Paris is in" --target " France" --foil " Spain" --html paris.html
+    """
+
+    prompt: str
+    target: str | None = None
+    """Text of one token; the model's own prediction when left out."""
+    foil: str | None = None
+    """Explain the target's logit minus this token's."""
+    components: int = 16
+    """Eigen-components per MLP; the others are one row."""
+    top: int = 20
+    """Rows to print."""
+    html: Path | None = None
+    """Write the rows as a self-contained figure."""
+
+    def execute(self) -> dict[str, Any]:
+        import torch
+
+        from tnlm import interp
+        from tnlm.progress import announce
+
+        model = self.load()
+        tokenizer = find_tokenizer(model, self.tokenizer)
+        tokens = torch.tensor(encode_prompt(self.prompt, tokenizer), device=self.device)
+        if self.target is None:
+            with torch.no_grad():
+                logits = model(tokens[None], last=True)[0, 0, : model.config.d_vocab_used]
+            target = int(logits.argmax())
+        else:
+            target = one_token("target", self.target, tokenizer)
+        foil = None if self.foil is None else one_token("foil", self.foil, tokenizer)
+        with announce("explaining"):
+            explanation = interp.explain(model, tokens, target, foil, components=self.components, tokenizer=tokenizer)
+        self.say(explanation.table(self.top))
+        if self.html is not None:
+            from tnlm.page import Page
+
+            page = Page(f"tnlm explain: {explanation.title}")
+            page.text(f"After {self.prompt!r}.")
+            page.figure(explanation.plot(self.top))
+            page.code(explanation.table(self.top))
+            page.write(self.html)
+            self.say(f"figure: {self.html}")
+        return {"model": self.model, "prompt": self.prompt, **explanation.to_dict(self.top)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(TextCommand):
+    """One self-contained HTML page about a model, from its weights and a little text.
+
+    A run folder without --text is shown on its own validation tokens.
+
+    $ tnlm report runs/nano-bilinear-bilinear-s0 --out report.html
+    $ tnlm report bilinear-bilinear-18l --text book.txt --target " the" --rows 4
+    """
+
+    out: Path = Path("report.html")
+    text: Path | None = None
+    """A UTF-8 text file."""
+    target: str | None = None
+    """Text of one token whose output direction is studied."""
+    seq: int | None = None
+    """Tokens per row; 128, or n_ctx if that is smaller, when left out."""
+    rows: int = 8
+
+    def execute(self) -> dict[str, Any]:
+        from tnlm import interp
+
+        model = self.load()
+        tokenizer = find_tokenizer(model, self.tokenizer)
+        seq = min(REPORT_SEQ, model.config.n_ctx) if self.seq is None else self.seq
+        stream, _, source = _text_or_held_out(self.text, model, tokenizer, seq)
+        if self.rows < 1 or seq < 1 or len(stream) <= seq:
+            raise ValueError(
+                f"a report needs at least one row of seq + 1 tokens, got rows={self.rows}, seq={seq} and "
+                f"{len(stream)} tokens of {source}"
+            )
+        whole = min(self.rows, (len(stream) - 1) // seq)
+        target = None if self.target is None else one_token("target", self.target, tokenizer)
+        tokens = stream[: whole * seq + 1].unfold(0, seq + 1, seq)
+        path = interp.report(model, self.out, tokens=tokens.to(self.device), tokenizer=tokenizer, target=target)
+        self.say(f"report: {path}")
+        return {"model": self.model, "text": source, "page": str(path)}
+
+
+COMMANDS: dict[str, Any] = {
+    "info": Info,
+    "eval": Eval,
+    "generate": Generate,
+    "convert": Convert,
+    "explain": Explain,
+    "report": Report,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        command: Command = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, prog="tnlm", description="Tensor-network language models, opened.", args=argv
+        )
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else USAGE
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            record = command.execute()
+        except (ValueError, OSError) as error:
+            print(f"tnlm: {error}", file=sys.stderr)
+            return USAGE
+        except KeyboardInterrupt:
+            print("tnlm: interrupted", file=sys.stderr)
+            return INTERRUPTED
+    if command.json:
+        print(jsonlib.dumps(record))
+    return OK if record.get("passed", True) else FAILED
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    print(f"tnlm: warning: {message}", file=sys.stderr)
+
+
+def _load(name: str, revision: str | None, attention: str | None, dtype: str, device: str) -> "Transformer":
+    import torch
+
+    from tnlm.checkpoint import load
+    from tnlm.progress import announce
+
+    wanted = dtype if dtype == "checkpoint" else getattr(torch, dtype)
+    with announce(f"loading {name}"):
+        return load(name, revision=revision, device=device, dtype=wanted, attention=attention)
+
+
+def _count_dtypes(tensors: "dict[str, Tensor]") -> dict[str, int]:
+    """Numbers stored in each dtype."""
+    counts: dict[str, int] = {}
+    for tensor in tensors.values():
+        name = str(tensor.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + tensor.numel()
+    return counts
+
+
+def _text_or_held_out(
+    text: Path | None, model: "Transformer", tokenizer: "Tokenizer", seq: int | None
+) -> "tuple[Tensor, int | None, str]":
+    """A stream of ids, the window to cut it into, and what to call it."""
+    import torch
+
+    if text is not None:
+        return torch.tensor(tokenizer.encode(text.read_text(encoding="utf-8"))), seq, str(text)
+    run = _run_folder(model)
+    if run is None:
+        raise ValueError("which text? Pass --text FILE; only a training run brings validation tokens of its own")
+    from tnlm.training.distributed import World
+    from tnlm.training.inputs import open_inputs
+    from tnlm.training.presets import load_config
+
+    inputs = open_inputs(load_config(run / "config.json"), World.from_environment())
+    inputs.loader.close()
+    windows = torch.cat(list(inputs.validation.batches(1024))).long()
+    stream = torch.cat([windows[0, :1], windows[:, 1:].flatten()])
+    return stream, inputs.validation.seq if seq is None else seq, f"validation tokens of {run}"
+
+
+def _run_folder(model: "Transformer") -> Path | None:
+    """The training run that the weights came from: a folder whose config is a training configuration."""
+    for folder in folders_of(model):
+        config = folder / "config.json"
+        if config.is_file() and {"model", "steps", "recipe"} <= jsonlib.loads(config.read_bytes()).keys():
+            return folder
+    return None
+
+
+def _cell(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
