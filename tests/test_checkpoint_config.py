@@ -147,7 +147,7 @@ def test_config_is_needed(ours):
 
 @pytest.mark.user_error
 @pytest.mark.parametrize(
-    "name", ["./missing", "/abs/missing", "C:\\m\\x", "~/missing", "a/b/c", "runs/", "model.safetensors", Path("a/b")]
+    "name", ["./missing", "/abs/missing", "C:\\m\\x", "~/missing", "a/b/c", "gone/", "model.safetensors", Path("a/b")]
 )
 def test_path_that_does_not_exist(name):
     with pytest.raises(ValueError, match=r"the local path .* does not exist"):
