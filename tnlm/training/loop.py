@@ -225,7 +225,7 @@ class Trainer:
             if self.stop:
                 number = self.signal or signal.SIGTERM
                 raise Interrupted(f"stopped at step {self.step}: {self._last_good()}; the same command resumes", number)
-            train, validation = self._update(), None
+            train, validation, self.recorded = self._update(), None, {}
 
     def _update(self) -> dict[str, Any]:
         self.speed.start()
@@ -312,7 +312,8 @@ class Trainer:
             },
         )
         checkpointing.prune(self.folder, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
-        self._event("save", path=str(path.relative_to(self.folder)))
+        if "save" not in self.recorded:
+            self._event("save", path=str(path.relative_to(self.folder)))
 
     def restore(self) -> bool:
         """Load the newest complete checkpoint, or the trunk's of a branch; false for a fresh start."""

@@ -1,0 +1,317 @@
+"""A resumed run is the uninterrupted one, bit for bit, however it was stopped."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+
+import tnlm
+from tests.training.small import small_config
+from tnlm.training import train
+from tnlm.training.branch import branch_config
+from tnlm.training.loop import Trainer
+from tnlm.training.metrics import read_metrics
+from tnlm.training.outcomes import Diverged, Interrupted
+from tnlm.training.presets import TrainConfig
+
+TIMING = ("dt", "tok_s", "mfu", "max_mem")
+
+
+def record(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
+    """Everything a run leaves that does not tell the time: its curve, and the bytes of its last checkpoint."""
+    events = [event for event in read_metrics(folder / "metrics.jsonl") if event["kind"] in ("train", "val", "save")]
+    last = folder / (folder / "latest").read_text().strip()
+    tensors = load_file(last / "model.safetensors") | load_file(last / "training.safetensors")
+    # another process draws from other generators
+    bits = {k: save({k: t}) for k, t in tensors.items() if not k.startswith("random.")}
+    return [{k: v for k, v in event.items() if k not in TIMING} for event in events], bits
+
+
+def quietly(config: TrainConfig):
+    return train(config, progress=False)
+
+
+class Stop(BaseException):
+    """As a kill: no handler of the loop runs."""
+
+
+def stop_at(monkeypatch, step: int, action) -> None:
+    """Call ``action`` once, before the update ``step``."""
+    original = Trainer.train_step
+
+    def patched(self):
+        if self.step == step:
+            monkeypatch.setattr(Trainer, "train_step", original)
+            action()
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "train_step", patched)
+
+
+def raise_stop() -> None:
+    raise Stop
+
+
+# 12 is a save, 11 and 14 lie between two; 13 follows one step after a save
+@pytest.mark.parametrize("step", [1, 11, 12, 13, 14])
+def test_killed_run_continues_bit_for_bit(step, tmp_path, monkeypatch):
+    whole = small_config(tmp_path, "whole", shuffle=True)
+    quietly(whole)
+    stop_at(monkeypatch, step, raise_stop)
+    killed = whole.replace(out=str(tmp_path / "killed"))
+    with pytest.raises(Stop):
+        quietly(killed)
+    quietly(killed)
+    assert record(killed.folder) == record(whole.folder)
+
+
+# Three shards of 301, 157 and 211 tokens: the fork's order leaves the first after 12 of these micro-batches
+@pytest.mark.parametrize("recipe, precision", [("replication", "bfloat16"), ("replication-exact", "bfloat16")])
+def test_every_recipe_continues_across_shards(recipe, precision, tmp_path, monkeypatch):
+    whole = small_config(tmp_path, "whole", recipe=recipe, precision=precision, save_every=1, keep_last=20)
+    quietly(whole)
+    assert 20 * 4 * 6 > 301
+    for step in (12, 13):
+        killed = whole.replace(out=str(tmp_path / f"killed{step}"))
+        stop_at(monkeypatch, step, raise_stop)
+        with pytest.raises(Stop):
+            quietly(killed)
+        quietly(killed)
+        assert record(killed.folder) == record(whole.folder)
+
+
+def test_two_resumes_of_one_checkpoint_are_one_run(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    for step in (9, 10, 18):
+        stop_at(monkeypatch, step, raise_stop)
+        with pytest.raises(Stop):
+            quietly(config)
+    quietly(config)
+    whole = config.replace(out=str(tmp_path / "whole"))
+    quietly(whole)
+    assert record(config.folder) == record(whole.folder)
+    steps = [event["step"] for event in read_metrics(config.folder / "metrics.jsonl") if event["kind"] == "train"]
+    assert steps == list(range(1, 21))
+
+
+def test_random_generators_continue(tmp_path, monkeypatch):
+    """Nothing in the loop draws from them, but what a user adds may."""
+    draws: dict[str, tuple] = {}
+
+    def draw(into: str):
+        return lambda: draws.update({into: (torch.rand(1).item(), random.random(), np.random.rand())})  # noqa: NPY002
+
+    config = small_config(tmp_path)
+    stop_at(monkeypatch, 13, raise_stop)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    with pytest.raises(Stop):
+        quietly(config)
+    for name in ("first", "second"):
+        copy = config.replace(out=str(tmp_path / name))
+        subprocess.run(["cp", "-r", config.folder, copy.folder], check=True)
+        random.seed(6)
+        torch.manual_seed(6)
+        stop_at(monkeypatch, 17, draw(name))
+        quietly(copy)
+    assert draws["first"] == draws["second"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_and_says_so(number, tmp_path, monkeypatch):
+    whole = small_config(tmp_path, "whole")
+    quietly(whole)
+    config = small_config(tmp_path)
+    handler = signal.getsignal(number)
+    stop_at(monkeypatch, 9, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(Interrupted, match=r"stopped at step 10: .*step_000010; the same command resumes") as stopped:
+        quietly(config)
+    assert stopped.value.number == number
+    assert signal.getsignal(number) == handler
+    quietly(config)
+    saves = [e["step"] for e in read_metrics(config.folder / "metrics.jsonl") if e["kind"] == "save"]
+    assert saves == [4, 8, 10, 12, 16, 20]
+    assert record(config.folder)[1] == record(whole.folder)[1]
+
+
+def test_signal_in_validation_or_save_is_one_complete_save(tmp_path, monkeypatch):
+    for name in ("evaluate", "save"):
+        config = small_config(tmp_path, name, val_every=4)
+        original = getattr(Trainer, name)
+
+        def signalled(self, original=original):
+            if self.step == 8:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(self)
+
+        monkeypatch.setattr(Trainer, name, signalled)
+        with pytest.raises(Interrupted):
+            quietly(config)
+        monkeypatch.setattr(Trainer, name, original)
+        assert sorted(p.name for p in (config.folder / "checkpoints").iterdir())[-1] in ("step_000008", "step_000009")
+
+
+def test_kill_9_at_a_random_moment(tmp_path):
+    """A real process, saving at every step; whatever it was doing, the same command gives the uninterrupted run."""
+    whole = small_config(tmp_path, "whole", steps=24, save_every=1)
+    quietly(whole)
+    config = whole.replace(out=str(tmp_path / "killed"))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_dict()))
+    command = [sys.executable, "-m", "tnlm.training.cli", "run", "--config", str(path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (config.folder / "checkpoints" / "step_000003").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(random.uniform(0, 0.5))
+    process.kill()
+    _, errors = process.communicate()
+    assert process.returncode in (-signal.SIGKILL, 0), errors
+    quietly(config)
+    assert record(config.folder) == record(whole.folder)
+
+
+def test_finished_run_is_left_alone(tmp_path):
+    config = small_config(tmp_path)
+    first = quietly(config)
+    before = record(config.folder)
+    assert quietly(config) == first
+    assert record(config.folder) == before
+
+
+def test_finished_run_and_its_checkpoints_load(tmp_path):
+    config = small_config(tmp_path)
+    result = quietly(config)
+    model = tnlm.load(result.folder)
+    assert model.config == config.model
+    trained = load_file(config.folder / "checkpoints" / "step_000020" / "model.safetensors")
+    torch.testing.assert_close(model.state_dict(), trained, rtol=0, atol=0)
+    assert tnlm.load(config.folder / "checkpoints" / "step_000016").config == config.model
+
+
+def test_branch_is_the_run_of_its_schedule(tmp_path):
+    """From 20 steps to 16: both schedules are constant up to the checkpoint at 8, so nothing but the log tells."""
+    trunk = small_config(tmp_path, "trunk", warmdown=0.4, keep_every=4, shuffle=True)
+    quietly(trunk)
+    branch = branch_config(trunk.folder, steps=16, out=str(tmp_path / "branch"))
+    assert branch.branched_from.endswith("step_000008")
+    quietly(branch)
+    whole = trunk.replace(steps=16, out=str(tmp_path / "whole"))
+    quietly(whole)
+    assert record(branch.folder) == record(whole.folder)
+
+
+def test_longer_branch_of_a_constant_trunk(tmp_path):
+    trunk = small_config(tmp_path, "trunk", steps=12, warmdown=0.0)
+    quietly(trunk)
+    branch = branch_config(trunk.folder, steps=20, warmdown=0.4)
+    quietly(branch)
+    whole = small_config(tmp_path, "whole", warmdown=0.4)
+    quietly(whole)
+    (ours, our_weights), (theirs, their_weights) = record(branch.folder), record(whole.folder)
+    assert our_weights == their_weights
+    assert [event for event in ours if event["step"] != 12] == [event for event in theirs if event["step"] != 12]
+
+
+@pytest.mark.user_error
+def test_branch_refuses_a_checkpoint_from_a_warmdown(tmp_path):
+    trunk = small_config(tmp_path, "trunk", warmdown=0.5, keep_last=1)
+    quietly(trunk)
+    with pytest.raises(ValueError, match=r"checkpoint up to step 8.*got steps 20; train it with --save-every"):
+        branch_config(trunk.folder, steps=16)
+    with pytest.raises(ValueError, match=r"at step 20, at or before step 10 .*got steps 20"):
+        branch_config(trunk.folder, steps=40, at=20)
+
+
+@pytest.mark.user_error
+def test_another_run_is_refused_with_what_differs(tmp_path):
+    config = small_config(tmp_path)
+    quietly(config)
+    other = config.replace(steps=30, lr_head=0.1).with_model(d_hidden=10)
+    with pytest.raises(ValueError, match=r"steps: 20 -> 30; lr_head: 0.002 -> 0.1; model.d_hidden: 14 -> 10\. Choose"):
+        quietly(other)
+    assert json.loads((config.folder / "config.json").read_text())["steps"] == 20
+
+
+@pytest.mark.user_error
+def test_other_data_is_refused(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    stop_at(monkeypatch, 9, raise_stop)
+    with pytest.raises(Stop):
+        quietly(config)
+    shard = tmp_path / "data" / "tiny_train_000002.bin"
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\x01\x00")
+    with pytest.raises(ValueError, match="another stream: fingerprint"):
+        quietly(config)
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("random.torch", "must hold the states of all random generators, missing random.torch"),
+        ("optimizer.embed.w_e.exp_avg", r"state of embed.w_e must be exp_avg, exp_avg_sq, step"),
+        ("optimizer.blocks.0.attn.w_q2.momentum_buffer", "missing blocks.0.attn.w_q2; unexpected none"),
+    ],
+)
+def test_missing_state_is_an_error(name, message, tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    stop_at(monkeypatch, 9, raise_stop)
+    with pytest.raises(Stop):
+        quietly(config)
+    path = config.folder / "checkpoints" / "step_000008" / "training.safetensors"
+    save_file({k: v for k, v in load_file(path).items() if k != name}, path)
+    marker = path.with_name("COMPLETE")
+    content = json.loads(marker.read_text())
+    content["sizes"][path.name] = path.stat().st_size
+    marker.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        quietly(config)
+
+
+@pytest.mark.user_error
+def test_another_precision_is_refused(tmp_path, monkeypatch):
+    config = small_config(tmp_path, recipe="replication-exact", precision="bfloat16")
+    stop_at(monkeypatch, 9, raise_stop)
+    with pytest.raises(Stop):
+        quietly(config)
+    saved = json.loads((config.folder / "config.json").read_text())
+    (config.folder / "config.json").write_text(json.dumps({**saved, "precision": "float32"}))
+    with pytest.raises(
+        ValueError, match=r"holds .* in torch.bfloat16, this run in torch.float32; resume with the same"
+    ):
+        quietly(config.replace(precision="float32"))
+
+
+def test_divergence_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+
+    def poison() -> None:
+        monkeypatch.setattr("tnlm.training.loop.token_losses", lambda logits, targets: logits.sum(-1) * float("nan"))
+
+    stop_at(monkeypatch, 10, poison)
+    with pytest.raises(Diverged, match=r"the loss is nan at step 11; the last complete checkpoint is .*step_000008"):
+        quietly(config)
+    monkeypatch.undo()
+    quietly(config)
+    whole = small_config(tmp_path, "whole")
+    quietly(whole)
+    assert record(config.folder) == record(whole.folder)
+
+
+def test_gradient_that_is_not_finite_changes_nothing(tmp_path):
+    trainer = Trainer(small_config(tmp_path), progress=False)
+    trainer.model.unembed.w_u.register_hook(lambda g: g * float("inf"))
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    with pytest.raises(Diverged, match=r"the gradient norm is (nan|inf) at step 1; no checkpoint had been saved"):
+        trainer.train_step()
+    torch.testing.assert_close(dict(trainer.model.named_parameters()), before, rtol=0, atol=0)
