@@ -54,21 +54,23 @@ def loops(kind: str, tensors: list[Tensor], *, causal: bool, scale: float) -> Te
     return out
 
 
-def assert_contract(kind: str, tensors: list[Tensor], implementations: Sequence[str], **options: object) -> None:
+def assert_contract(
+    kind: str, tensors: list[Tensor], implementations: Sequence[str], grad: Tensor | None = None
+) -> None:
     """Errors against float64 within the limit of the dtype, and within twice those of eager above half of it.
 
     An error is a norm relative to that of the same sum over absolute values: relative to the value itself, a sum
     that happens to cancel would fail at any precision.
     """
     q, v = tensors[0], tensors[-1]
-    grad = torch.randn(q.shape[0], q.shape[1], q.shape[2], v.shape[3], dtype=torch.float64).to(v.dtype)
+    if grad is None:
+        grad = torch.randn(*q.shape[:3], v.shape[3], dtype=torch.float64).to(v.dtype)
     wide = [x.detach().double() for x in tensors]
-    exact = options | {"implementation": "eager"}
-    want = outputs_and_gradients(kind, wide, grad.double(), **exact)
-    size = outputs_and_gradients(kind, [x.abs() for x in wide], grad.double().abs(), **exact)
+    want = outputs_and_gradients(kind, wide, grad.double(), implementation="eager")
+    size = outputs_and_gradients(kind, [x.abs() for x in wide], grad.double().abs(), implementation="eager")
 
     def errors(implementation: str) -> list[float]:
-        got = outputs_and_gradients(kind, tensors, grad, implementation=implementation, **options)
+        got = outputs_and_gradients(kind, tensors, grad, implementation=implementation)
         return [((a.double() - b).norm() / c.norm()).item() for a, b, c in zip(got, want, size, strict=True)]
 
     limit, eager = LIMITS[v.dtype], errors("eager")
@@ -78,11 +80,11 @@ def assert_contract(kind: str, tensors: list[Tensor], implementations: Sequence[
             assert error <= max(2 * reference, limit / 2), implementation
 
 
-def in_nan_buffer(x: Tensor) -> Tensor:
+def in_nan_buffer(x: Tensor, rows: int = 3) -> Tensor:
     """The same numbers as a view whose neighbours in memory, on every side, are NaN."""
     batch, seq, n_head, d = x.shape
-    buffer = torch.full((batch + 2, seq + 6, n_head + 2, d + 32), torch.nan, dtype=x.dtype)
-    view = buffer[1:-1, 3:-3, 1:-1, 16:-16]
+    buffer = torch.full((batch + 2, seq + 2 * rows, n_head + 2, d + 32), torch.nan, dtype=x.dtype)
+    view = buffer[1:-1, rows:-rows, 1:-1, 16:-16]
     view.copy_(x.detach())
     return view
 

@@ -1,0 +1,69 @@
+"""Break the kernels in classic ways, one at a time: the comparisons of this folder must notice each."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.attention_cases import operands
+from tests.kernels.interpreter.test_triton import assert_equals_eager
+from tnlm.kernels import tiles, triton_kernels, triton_launch
+
+SOURCE = Path(triton_kernels.__file__).read_text()
+FORWARD_MASK = "b_p = tl.where(o_m[:, None] + (seq_k - seq_q) >= o_n[None, :], b_p, 0.0)"
+DQ_MASK = "b_a = tl.where(o_m[:, None] + (seq_k - seq_q) >= o_n[None, :], b_a, 0.0)"
+FIRST_QUERY = "first = tl.maximum(n - (seq_k - seq_q), 0) // BLOCK_M * BLOCK_M"
+LOAD_MASK = "mask=rows[:, None] < seq, other=0.0"
+
+FAULTS = {
+    "> for >= in the mask": (FORWARD_MASK, FORWARD_MASK.replace(">=", ">")),
+    "dq mask dropped": (DQ_MASK, "pass"),
+    "dQ1 built from S1": ("b_ds1 = (b_a * b_s2).to(b_k1.dtype)", "b_ds1 = (b_a * b_s1).to(b_k1.dtype)"),
+    "factor 2 lost in squared dK": ("b_ds1 = 2.0 * b_a * b_s1", "b_ds1 = b_a * b_s1"),
+    "factor 2 lost in squared dQ": ("b_ds1 = (2.0 * b_a * b_s1)", "b_ds1 = (b_a * b_s1)"),
+    "load mask lost": (f", {LOAD_MASK}", ""),
+    "dk,dv loop starts one block late": (FIRST_QUERY, FIRST_QUERY + " + BLOCK_M"),
+    "scale lost in the recomputed G V^T": (
+        "b_a = tl.dot(b_v, tl.trans(b_g), input_precision=PRECISION) * scale",
+        "b_a = tl.dot(b_v, tl.trans(b_g), input_precision=PRECISION)",
+    ),
+    "wrong head index": ("head = (pid % n_head)", "head = (pid // n_head)"),
+    "top-left alignment": (FORWARD_MASK, FORWARD_MASK.replace(" + (seq_k - seq_q)", "")),
+}  # fmt: skip
+
+
+def comparisons() -> None:
+    """A few small float32 cases over several tiles, both functions, equal and unequal lengths."""
+    for kind in ("bilinear", "squared"):
+        for seq_q, seq_k in ((40, 40), (20, 35)):
+            sizes = {"seq_q": seq_q, "seq_k": seq_k, "batch": 1, "n_head": 2, "d_qk": 16, "d_v": 16}
+            tensors = operands(kind, **sizes, dtype=torch.float32)
+            assert_equals_eager(kind, tensors, scale=0.3)
+
+
+@pytest.fixture(autouse=True)
+def many_tiles(monkeypatch):
+    tile = tiles.Tile(16, 32, num_warps=4, num_stages=1)
+    monkeypatch.setattr(tiles, "lookup", lambda *args: (tiles.Row(tile, tile, tile), (16, 16)))
+
+
+def test_the_kernels_as_they_are_pass():
+    comparisons()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault, tmp_path, monkeypatch):
+    right, wrong = FAULTS[fault]
+    assert SOURCE.count(right) == 1, "the fault no longer fits the source"
+    path = tmp_path / "faulty_kernels.py"
+    path.write_text(SOURCE.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location("faulty_kernels", path)
+    faulty = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "faulty_kernels", faulty)
+    spec.loader.exec_module(faulty)
+    for name in ("forward_kernel", "dq_kernel", "dkv_kernel"):
+        monkeypatch.setattr(triton_launch, name, getattr(faulty, name))
+    with pytest.raises(AssertionError):
+        comparisons()
