@@ -106,7 +106,7 @@ class Network:
             raise ValueError(f"output index {missing[0]!r} of {name} stands in no operand; known: {sorted(available)}")
         if len(set(self.output)) < len(self.output):
             raise ValueError(f"an index may stand once in the output of {name}, got {self.output}")
-        self._bind({}, {})
+        self._known = self._check_own_sizes()
 
     def __repr__(self) -> str:
         shown = [f"{name} ({' '.join(indices)})" for name, indices in self.inputs.items()]
@@ -133,7 +133,7 @@ class Network:
         return self._bind({}, {})[self]
 
     def cost(self, sizes: Mapping[str, int] | None = None, *, optimize: str | Sequence[Path] = "auto") -> Cost:
-        """FLOPs, memory and path of a contraction, without doing it.
+        """FLOPs, memory and path of a contraction, without doing it. Bytes are those of the tensors' dtype.
 
         Args:
             sizes: Sizes of the indices of this network that only inputs would tell, such as ``{"batch": 2}``.
@@ -219,11 +219,15 @@ class Network:
                 f"{self.name} as one einsum has {count:,} operands, over max_operands={max_operands:,}; "
                 "contract the nested network, which computes each shared node once"
             )
-        fresh: dict[str, itertools.count[int]] = {}
+        taken: set[str] = set()
+        numbers: dict[str, itertools.count[int]] = {}
 
         def rename(index: str) -> str:
-            number = next(fresh.setdefault(index, itertools.count()))
-            return f"{index}.{number}" if number else index
+            fresh = index
+            while fresh in taken:
+                fresh = f"{index}.{next(numbers.setdefault(index, itertools.count(1)))}"
+            taken.add(fresh)
+            return fresh
 
         operands: list[tuple[Operand, tuple[str, ...]]] = []
 
@@ -298,19 +302,32 @@ class Network:
             counts[node] = sum(counts[op] if isinstance(op, Network) else 1 for op, _ in node.operands)
         return counts[self]
 
+    def _check_own_sizes(self) -> dict[str, int]:
+        """Sizes that the operands fix, those of nested networks being known already; the rest is for `_bind`."""
+        classes = _Classes()
+        for position, (operand, indices) in enumerate(self.operands):
+            for axis, index in enumerate(indices):
+                if isinstance(operand, Tensor):
+                    classes.assign((self, index), operand.shape[axis], self._where(position))
+                elif isinstance(operand, Network) and operand.output[axis] in operand._known:
+                    classes.assign((self, index), operand._known[operand.output[axis]], self._where(position))
+        return classes.sizes(self)
+
+    def _where(self, position: int) -> str:
+        return f"operand {position} of {self.name} ({' '.join(self.operands[position][1])})"
+
     def _bind(self, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> dict["Network", dict[str, int]]:
         """Known size of every index of every node; a ValueError where one index has two sizes.
 
-        The same index is met under many names: inside and outside a nested network, and on the axes of an input
-            that stands in several places. Those are merged into one class each, and a class has one size.
+        The same index is met under many names: inside and outside a nested network, and on the axes of an input that
+        stands in several places. Those are merged into one class each, and a class has one size.
         """
         classes = _Classes()
         for node in self._nodes():
             for position, (operand, indices) in enumerate(node.operands):
-                where = f"operand {position} of {node.name} ({' '.join(indices)})"
                 for axis, index in enumerate(indices):
                     if isinstance(operand, Tensor):
-                        classes.assign((node, index), operand.shape[axis], where)
+                        classes.assign((node, index), operand.shape[axis], node._where(position))
                     elif isinstance(operand, Network):
                         classes.merge((node, index), (operand, operand.output[axis]))
                     else:
@@ -322,12 +339,7 @@ class Network:
             if not any(index in indices for _, indices in self.operands):
                 raise ValueError(f"sizes names index {index!r}, which {self.name} does not have")
             classes.assign((self, index), size, "sizes")
-        bound: dict[Network, dict[str, int]] = {}
-        for node in self._nodes():
-            names = {index for _, indices in node.operands for index in indices}
-            found = ((index, classes.size((node, index))) for index in names)
-            bound[node] = {index: size for index, size in found if size is not None}
-        return bound
+        return {node: classes.sizes(node) for node in self._nodes()}
 
     def _plan(self, sizes: Mapping["Network", Mapping[str, int]], optimize: str | Sequence[Path]) -> list[_Step]:
         nodes = self._nodes()
@@ -409,8 +421,12 @@ class _Classes:
             item = parent
         return item
 
-    def size(self, item: tuple[Any, Any]) -> int | None:
-        return self._fixed.get(self._find(item), (None, ""))[0]
+    def sizes(self, network: Network) -> dict[str, int]:
+        """The known sizes of a network's own indices."""
+        found = {
+            index: self._fixed.get(self._find((network, index))) for _, names in network.operands for index in names
+        }
+        return {index: fixed[0] for index, fixed in found.items() if fixed is not None}
 
     def assign(self, item: tuple[Any, Any], size: int, where: str) -> None:
         root = self._find(item)
