@@ -123,6 +123,14 @@ def test_sixth_moments():
         assert abs(float(found.value) - want) < 4 * float(found.error) < 0.1
 
 
+def test_the_sphere_has_its_radius():
+    # 1 + x0^2 against 1 on |x|^2 = 3: means 1 and 2, E (1 + x0^2)^2 = 1 + 2 + 9 / 5
+    found = similarity(
+        lambda x: 1 + x[:, :1] ** 2, lambda x: torch.ones_like(x[:, :1]), "sphere", samples=20_000, d_in=3
+    )
+    assert abs(float(found.value) - 2 / 4.8**0.5) < 4 * float(found.error) < 0.02
+
+
 def test_degrees_mix_under_a_real_gaussian_and_not_under_a_complex_one():
     # E x . x|x|^2 = d (d + 2) = 15 at d = 3, E |x|^2 = 3, E |x|^6 = 105
     maps = (lambda x: x, lambda x: x * (x * x).sum(1, keepdim=True))

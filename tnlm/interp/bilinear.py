@@ -76,7 +76,8 @@ class BilinearTensor:
     def to(self, *args, **kwargs) -> "BilinearTensor":
         """The same layer under another dtype or device, as ``Tensor.to``."""
         bias = None if self.bias is None else self.bias.to(*args, **kwargs)
-        return type(self)(*(w.to(*args, **kwargs) for w in (self.w_l, self.w_r, self.w_d)), bias)
+        w_l, w_r, w_d = (w.to(*args, **kwargs) for w in (self.w_l, self.w_r, self.w_d))
+        return type(self)(w_l, w_r, w_d, bias)
 
     def __call__(self, x: Inexact[Tensor, "*batch d_in"]) -> Inexact[Tensor, "*batch d_out"]:
         """``f(x)``; real weights take complex ``x`` (a polynomial is its own continuation)."""
@@ -208,7 +209,9 @@ class BilinearTensor:
             size = self.d_in if mode == "out" else self.d_out
             check_tensor("metric", metric, (size, size), self.w_l)
             check_symmetric("metric", metric)
-        g = cross_gram(self, self, metric) if mode == "out" else input_gram(self, metric)
+        if mode == "in":
+            return input_gram(self, metric)
+        g = cross_gram(self, self, metric)
         return (g + g.mH) / 2
 
     def norm(self) -> Tensor:
@@ -269,13 +272,13 @@ def cross_gram(a: BilinearTensor, b: BilinearTensor, metric: Tensor | None = Non
 def input_gram(b: BilinearTensor, metric: Tensor | None = None, second: Tensor | None = None) -> Tensor:
     """``G[i, k] = S[o,i,j] metric[o,p] second[j,l] S[p,k,l]`` (identities by default), both metrics symmetric."""
     w_l, w_r, outputs = b.w_l, b.w_r, b.w_d if metric is None else metric.mT @ b.w_d
-    same, mixed = w_l.new_zeros(b.d_in, b.d_in), w_l.new_zeros(b.d_in, b.d_in)
+    g = w_l.new_zeros(b.d_in, b.d_in)
     for rows in _row_blocks(b, b):
         m = outputs[:, rows].mT @ b.w_d.conj()
         l_rows, r_rows = (w[rows] if second is None else w[rows] @ second for w in (w_l, w_r))
         right_legs = (m * (r_rows @ w_r.mH)) @ w_l.conj()
         left_legs = (m * (l_rows @ w_l.mH)) @ w_r.conj()
         crossed = (m * (r_rows @ w_l.mH)) @ w_r.conj()
-        same = same + w_l[rows].mT @ right_legs + w_r[rows].mT @ left_legs
-        mixed = mixed + w_l[rows].mT @ crossed
-    return (same + mixed + mixed.mH) / 4
+        # the other crossed term is the transpose of this one
+        g = g + w_l[rows].mT @ (right_legs + 2 * crossed) + w_r[rows].mT @ left_legs
+    return (g + g.mH) / 8

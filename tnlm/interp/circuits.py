@@ -108,7 +108,7 @@ def _writers(net: Any) -> Iterator[_Component]:
     for layer in range(net.config.n_layer):
         for n, head in _heads(net, layer):
             circuits = [head.ov()] + ([head.ov("first")] if head.v0 is not None else [])
-            gram = sum(c.left @ (c.right @ c.right.mT) @ c.left.mT for c in circuits)
+            gram = torch.stack([c.left @ (c.right @ c.right.mT) @ c.left.mT for c in circuits]).sum(0)
             yield _Component(f"head {layer}.{n}", 2 * layer, gram)
         if net.config.mlp != "none":
             yield _Component(f"mlp {layer}", 2 * layer + 1, net.mlp[layer].gram("out"))
@@ -137,8 +137,7 @@ def _readers(net: Any, distance: int, metric: str) -> Iterator[_Component]:
 def _pattern_gram(head: BilinearHead, side: Literal["q", "k"], distance: int) -> Tensor:
     if head.polynomial:
         return head.read_gram(side, distance)
-    total = 0
-    for branch in (1,) if head.q2 is None else (1, 2):
-        form = head.qk(branch, distance) if side == "q" else head.qk(branch, distance).mT
-        total = total + form.left @ (form.right @ form.right.mT) @ form.left.mT
-    return total
+    forms = [head.qk(1, distance)] if head.q2 is None else [head.qk(1, distance), head.qk(2, distance)]
+    if side == "k":
+        forms = [form.mT for form in forms]
+    return torch.stack([form.left @ (form.right @ form.right.mT) @ form.left.mT for form in forms]).sum(0)

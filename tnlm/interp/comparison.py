@@ -164,10 +164,9 @@ def _stack(m: Map) -> list[BilinearTensor] | None:
 
 
 def _per_layer(a: Map, b: Map, kind: Kind, residual: bool) -> Similarity:
-    stacks = [list(m) if isinstance(m, Sequence) else None for m in (a, b)]
-    if None in stacks or len(stacks[0]) != len(stacks[1]) or not stacks[0]:
+    if not isinstance(a, Sequence) or not isinstance(b, Sequence) or len(a) != len(b) or not a:
         raise ValueError("per_layer needs two stacks of the same number of layers")
-    rows = [similarity(x, y, kind, residual=residual) for x, y in zip(*stacks)]
+    rows = [similarity(x, y, kind, residual=residual) for x, y in zip(a, b)]
     return Similarity(*map(torch.stack, zip(*rows)))
 
 
@@ -196,7 +195,7 @@ def _closed_form(kind: Kind, stacks: list, residual: bool, max_bytes: int) -> tu
 
 
 def _layer_inner(a: BilinearTensor, b: BilinearTensor, kind: Kind, residual: bool) -> Tensor:
-    if kind in ("sym", "tree"):
+    if kind == "sym" or kind == "tree":
         return a.inner(b).real
     if kind == "complex":
         total = 2 * a.inner(b).real
@@ -208,10 +207,10 @@ def _layer_inner(a: BilinearTensor, b: BilinearTensor, kind: Kind, residual: boo
 
 
 def _tree_inner(a: list[BilinearTensor], b: list[BilinearTensor]) -> Tensor:
-    metric = None
-    for x, y in zip(a, b):
-        metric = cross_gram(x, y, metric)
-    return torch.trace(metric).double() if not metric.is_complex() else torch.trace(metric).real.double()
+    gram = cross_gram(a[0], b[0])
+    for x, y in zip(a[1:], b[1:]):
+        gram = cross_gram(x, y, gram)
+    return torch.trace(gram).real.double()
 
 
 def _two_layer_inner(a: list[BilinearTensor], b: list[BilinearTensor], max_bytes: int) -> Tensor:

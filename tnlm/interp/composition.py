@@ -33,9 +33,14 @@ def compose(*layers: BilinearTensor, residual: bool = False) -> Network:
         layers = tuple(layer.augment(residual) for layer in layers)
         top = layers[0]
         layers = (BilinearTensor(top.w_l, top.w_r, top.w_d[1:]), *layers[1:])
-    node: Network | str = "x"
-    for depth, layer in enumerate(reversed(layers)):
-        factors = [(layer.w_l, "d_hidden left"), (layer.w_r, "d_hidden right"), (layer.w_d, "d_out d_hidden")]
-        inputs = [(node, "batch left"), (node, "batch right")]
-        node = Network([*factors, *inputs], "batch d_out", name=f"layer {depth}")
-    return node
+    network = _node(layers[-1], "x", "layer 0")
+    for depth, layer in enumerate(reversed(layers[:-1]), start=1):
+        network = _node(layer, network, f"layer {depth}")
+    return network
+
+
+def _node(layer: BilinearTensor, x: Network | str, name: str) -> Network:
+    """One layer of what ``x`` names or computes."""
+    inputs = [(x, "batch left"), (x, "batch right")]
+    factors = [(layer.w_l, "d_hidden left"), (layer.w_r, "d_hidden right"), (layer.w_d, "d_out d_hidden")]
+    return Network([*factors, *inputs], "batch d_out", name=name)

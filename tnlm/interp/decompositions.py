@@ -44,8 +44,8 @@ def hosvd(b: BilinearTensor, rank_out: int, rank_in: int) -> Tucker:
     check_count("rank_out", rank_out, 1, b.d_out)
     check_count("rank_in", rank_in, 1, b.d_in)
     spectra, bases = [], []
-    for mode, rank in (("out", rank_out), ("in", rank_in)):
-        values, vectors = torch.linalg.eigh(b.gram(mode))
+    for gram, rank in ((b.gram("out"), rank_out), (b.gram("in"), rank_in)):
+        values, vectors = torch.linalg.eigh(gram)
         spectra.append(values.flip(0))
         bases.append(fix_signs(vectors.flip(1)[:, :rank]))
     core = BilinearTensor(b.w_l, b.w_r, b.w_d).fold(bases[1]).project(bases[0].mT)
@@ -86,23 +86,20 @@ def cp(
         raise ValueError(f"ridge must be >= 0, got {ridge}")
     norm2 = float(b.inner(b).clamp_min(0))
     if norm2 == 0:
-        return BilinearTensor(*(w.new_zeros(s) for w, s in _factor_shapes(b, rank)), b.bias)
+        empty = b.w_l.new_zeros(rank, b.d_in)
+        return BilinearTensor(empty, empty, b.w_d.new_zeros(b.d_out, rank), b.bias)
     generator = torch.Generator().manual_seed(seed)
-    best: tuple[float, BilinearTensor] | None = None
+    best_error, best = float("inf"), b
     for restart in range(restarts):
         w_l, w_r = (torch.randn(rank, b.d_in, generator=generator, dtype=torch.float64).to(b.w_l) for _ in range(2))
         fit, error = _fit_restart(
             b, w_l, w_r, norm2, sweeps, ridge, tol, lambda s, e, n=restart: callback and callback(n, s, e)
         )
-        if best is None or error < best[0]:
-            best = (error, fit)
+        if error < best_error:
+            best_error, best = error, fit
         if error <= 100 * tol:
             break
-    return fix_gauge(best[1])
-
-
-def _factor_shapes(b: BilinearTensor, rank: int) -> list[tuple[Tensor, tuple[int, int]]]:
-    return [(b.w_l, (rank, b.d_in)), (b.w_r, (rank, b.d_in)), (b.w_d, (b.d_out, rank))]
+    return fix_gauge(best)
 
 
 def _fit_restart(b, w_l, w_r, norm2, sweeps, ridge, tol, report) -> tuple[BilinearTensor, float]:
@@ -117,10 +114,10 @@ def _fit_restart(b, w_l, w_r, norm2, sweeps, ridge, tol, report) -> tuple[Biline
         w_l, w_r = _unit_rows(w_l), _unit_rows(w_r)
         w_d, error2 = _solve_outputs(b, w_l, w_r, norm2, ridge)
         # alternating solves creep along valleys: go on in the direction of the sweep while that pays
-        further = [_unit_rows(w + stride * (w - old)) for w, old in zip((w_l, w_r), before, strict=True)]
-        trial_d, trial2 = _solve_outputs(b, *further, norm2, ridge)
-        if trial2 < error2:
-            (w_l, w_r), w_d, error2, stride = further, trial_d, trial2, 2 * stride
+        far_l, far_r = (_unit_rows(w + stride * (w - old)) for w, old in zip((w_l, w_r), before, strict=True))
+        far_d, far_error2 = _solve_outputs(b, far_l, far_r, norm2, ridge)
+        if far_error2 < error2:
+            w_l, w_r, w_d, error2, stride = far_l, far_r, far_d, far_error2, 2 * stride
         else:
             stride = max(1.0, stride / 4)
         errors.append((max(error2, 0.0) / norm2) ** 0.5)

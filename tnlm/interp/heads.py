@@ -106,7 +106,7 @@ class BilinearHead:
         """Whether the pattern is a polynomial of its inputs, so that the tensor exists."""
         return self.attention not in _NO_TENSOR
 
-    def qk(self, branch: Literal[1, 2] = 1, distance: int = 0) -> LowRank:
+    def qk(self, branch: int = 1, distance: int = 0) -> LowRank:
         """``W`` with ``score = x_query^T W x_key``: rank ``d_qk``, scale ``1 / d_qk`` included. Not symmetric."""
         q, k = self._branch(branch)
         return LowRank(q.mT, self._turn(k, -distance) / self.d_qk)
@@ -203,10 +203,8 @@ class BilinearHead:
         check_count("top", top, 1)
         check_choice("by", by, ("query", "all"))
         ids = token_ids(tokens, len(x), x.device)
-        tables = [
-            self.token_table(x, branch, side, -distance if side == "k" else 0) for branch in (1, 2) for side in "qk"
-        ]
-        q1, k1, q2, k2 = tables
+        q1, q2 = (self.token_table(x, branch, "q") for branch in (1, 2))
+        k1, k2 = (self.token_table(x, branch, "k", -distance) for branch in (1, 2))
 
         def columns(queries: Tensor) -> Tensor:
             return (k1[ids] @ q1[queries].mT) * (k2[ids] @ q2[queries].mT) / self.d_qk**2
@@ -215,7 +213,7 @@ class BilinearHead:
         return table(TokenScore, *ranked)
 
     def token_table(
-        self, x: Inexact[Tensor, "n d_in"], branch: Literal[1, 2] = 1, side: Literal["q", "k"] = "q", position: int = 0
+        self, x: Inexact[Tensor, "n d_in"], branch: int = 1, side: Literal["q", "k"] = "q", position: int = 0
     ) -> Inexact[Tensor, "n d_qk"]:
         """Queries or keys of inputs at one position, after QK norm (if the head has it) and rotation."""
         check_tensor("x", x, (None, self.d_in), self.q1)

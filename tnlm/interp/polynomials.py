@@ -63,8 +63,8 @@ def gate_coefficients(
     probe = torch.linspace(0.5, 0.7, len(sizes), dtype=torch.float64)
     total = parts
     for gate in probe.tolist():
-        powers = torch.tensor([gate**p for p in range(total.shape[0])], dtype=parts.dtype, device=parts.device)
-        total = torch.tensordot(powers, total, dims=1)
+        monomials = torch.tensor([gate**p for p in range(total.shape[0])], dtype=parts.dtype, device=parts.device)
+        total = torch.tensordot(monomials, total, dims=1)
     gap = float((total - f(probe.to(dtype))).abs().max())
     scale = float(grid.abs().max())
     if not gap <= 1e4 * torch.finfo(parts.dtype).eps * scale:

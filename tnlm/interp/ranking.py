@@ -43,10 +43,10 @@ def top_tokens(
         ``2 V**2 r`` flop for rank ``r``.
     """
     if isinstance(matrix, LowRank):
-        shape, like = matrix.shape, matrix.left
+        like, shape = matrix.left, matrix.shape
     else:
         check_tensor("matrix", matrix, (None, None))
-        shape, like = tuple(matrix.shape), matrix
+        like, shape = matrix, (matrix.shape[0], matrix.shape[1])
     if shape[0] != shape[1]:
         raise ValueError(f"matrix must be square, one row and column per token id, got {shape}")
     if like.is_complex():
@@ -85,31 +85,25 @@ def rank_pairs(
     check_count("k", k, 1)
     check_choice("by", by, ("source", "all"))
     check_choice("which", which, ("max", "min", "abs"))
-    sources, targets, values = ids[:0], ids[:0], None
-    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    key_of = {"max": lambda v: v, "min": torch.neg, "abs": torch.abs}[which]
+    kept: list[list[Tensor]] = []
     for block in ids.split(max(1, _BLOCK // max(1, len(ids)))):
         entries = columns(block)
-        key = {"max": entries, "min": -entries, "abs": entries.abs()}[which]
+        key = key_of(entries)
         if not keep_self:
             key = key.masked_fill(ids[:, None] == block, -torch.inf)
         top, rows = key.topk(min(k, len(ids)), dim=0)
         found = (block.expand_as(rows), ids[rows], entries.gather(0, rows))
-        flat = [t.mT[top.mT > -torch.inf] for t in found]
+        kept.append([t.mT[top.mT > -torch.inf] for t in found])
         if by == "all":
-            flat = [
-                torch.cat(pair)
-                for pair in zip((sources, targets, entries.new_zeros(0) if values is None else values), flat)
-            ]
-            rank = {"max": flat[2], "min": -flat[2], "abs": flat[2].abs()}[which].argsort(descending=True, stable=True)
-            sources, targets, values = (t[rank[:k]] for t in flat)
-        else:
-            kept.append(tuple(flat))
-    if by == "all":
-        return sources, targets, torch.zeros(0) if values is None else values
-    return tuple(torch.cat(parts) for parts in zip(*kept)) if kept else (ids, ids, torch.zeros(0))
+            merged = [torch.cat(parts) for parts in zip(*kept)]
+            order = key_of(merged[2]).argsort(descending=True, stable=True)[:k]
+            kept = [[t[order] for t in merged]]
+    sources, targets, values = (torch.cat(parts) for parts in zip(*kept))
+    return sources, targets, values
 
 
-def table(row: type[tuple], *columns: Sequence[Any] | Tensor) -> Any:
+def table(row: Any, *columns: Sequence[Any] | Tensor) -> Any:
     """A DataFrame with the fields of ``row`` as columns where pandas is present, else a list of ``row``."""
     lists = [c.tolist() if isinstance(c, Tensor) else list(c) for c in columns]
     try:

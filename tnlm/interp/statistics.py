@@ -143,5 +143,4 @@ def jacobian_kernel(
         return 4 * b.gram("in")
     check_tensor("second_moment", second_moment, (b.d_in, b.d_in), b.w_l)
     check_symmetric("second_moment", second_moment)
-    k = 4 * input_gram(b, second=second_moment)
-    return (k + k.mH) / 2
+    return 4 * input_gram(b, second=second_moment)
