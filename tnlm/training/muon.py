@@ -42,13 +42,14 @@ def newton_schulz(
     """
     a, b, c = COEFFICIENTS
     norm = torch.linalg.matrix_norm(u)[..., None, None] + 1e-7
-    x = u.to(dtype) / norm.to(dtype)
+    x = (u.to(dtype) / norm.to(dtype)).reshape(-1, *u.shape[-2:])
     wide = u.shape[-2] <= u.shape[-1]
     x = x if wide else x.mT
     for _ in range(steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return x if wide else x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return (x if wide else x.mT).reshape(u.shape)
 
 
 @cache
