@@ -1,7 +1,9 @@
 """Command tnlm, called in process on tiny saved models."""
 
 import json
+import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,6 +200,41 @@ def test_report_writes_a_page(saved, text, tmp_path, capsys):
     assert "<html" in (tmp_path / "r.html").read_text()
 
 
+def test_verify_runs_its_three_checks(saved, capsys):
+    code, record, _ = run(capsys, "verify", saved)
+    assert code == 0
+    outcome = {check["name"]: check["status"] for check in record["checks"]}
+    assert outcome == {"file": "skipped", "numerics": "passed", "cross_entropy": "skipped"}
+    assert record["passed"]
+    assert main(["verify", str(saved)]) == 0
+    assert "numerics" in capsys.readouterr().out
+
+
+def test_a_failed_check_is_exit_code_1(saved, tmp_path, capsys):
+    shutil.copytree(saved, tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    code, record, _ = run(capsys, "verify", tmp_path / "m")
+    assert code == 1
+    assert not record["passed"]
+    assert record["checks"][0]["status"] == "failed"
+
+
+def test_verify_released_records_the_outcome(tmp_path, capsys, monkeypatch):
+    """Offline with an empty cache every file is missing, which is no failure."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    name = "Elriggs/gpt2-bilinear-sqrd-attn-18l-9h-1152embd"
+    code, record, _ = run(capsys, "verify", name, "--released", "--out", tmp_path / "v.json")
+    assert code == 0
+    assert record["models"] == json.loads((tmp_path / "v.json").read_text())["models"]
+    assert [facts["state"] for facts in record["models"].values()] == ["not yet verified"]
+    assert list(record["models"]) == ["bilinear-bilinear-18l"]
+
+
 # What goes wrong
 
 
@@ -208,6 +245,9 @@ def test_report_writes_a_page(saved, text, tmp_path, capsys):
         (["info", "./missing"], "the local path ./missing does not exist"),
         (["info", "no-such-model"], "no existing path, no Hub id"),
         (["info", "SAVED", "--seq", "0"], "seq must be at least 1, got 0"),
+        (["verify"], "which model? Name one, or pass --released"),
+        (["verify", "./missing"], "the local path ./missing does not exist"),
+        (["verify", "unheard-of", "--released"], "'unheard-of' is no released model; those are bilinear-bilinear-18l"),
         (["eval", "SAVED"], "which text? Pass --text FILE"),
         (["eval", "SAVED", "--text", "./missing.txt"], "No such file or directory: 'missing.txt'"),
         (["eval", "SAVED", "--text", "TEXT", "--seq", "65"], "seq must be between 1 and n_ctx=64, got 65"),
@@ -306,14 +346,17 @@ def test_help_of_every_command_has_examples(capsys, command):
     assert f"$ tnlm {command} " in out
 
 
-def test_examples_in_help_parse(monkeypatch):
+def test_examples_in_help_and_docs_parse(monkeypatch):
     """Every example line is a command line that the parser accepts."""
-    import shlex
-
-    lines = [line.strip() for made in COMMANDS.values() for line in made.__doc__.splitlines() if "$ tnlm" in line]
-    assert len(lines) >= 2 * len(COMMANDS) - 1
+    docs = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
+    helps = [made.__doc__ for made in COMMANDS.values()]
+    lines = [
+        line.strip() for source in (*helps, docs) for line in source.splitlines() if line.strip().startswith("$ tnlm ")
+    ]
+    assert len(lines) > 20
+    assert {line.split()[2] for line in lines} == COMMANDS.keys()
     for made in COMMANDS.values():
-        monkeypatch.setattr(made, "execute", lambda self: {"seen": type(self).__name__})
+        monkeypatch.setattr(made, "execute", lambda self: {})
     for line in lines:
         assert main(shlex.split(line.removeprefix("$ tnlm "))) == 0, line
 

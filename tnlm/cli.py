@@ -10,12 +10,13 @@ import json as jsonlib
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from tnlm.command import Command, ModelCommand, TextCommand, load_model
 from tnlm.vocabulary import encode_prompt, find_tokenizer, folders_of, one_token, saved_tokenizer, source_of
 
 if TYPE_CHECKING:
@@ -27,60 +28,6 @@ if TYPE_CHECKING:
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 REPORT_SEQ = 128
 """Tokens per row of a report, when the model can read as many."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """What every command takes."""
-
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print one JSON record instead of tables."""
-
-    def execute(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def show(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> None:
-        """A table for people; silent under ``--json``."""
-        if self.json:
-            return
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*header, title=title, title_justify="left", show_header=bool(header))
-        for row in rows:
-            table.add_row(*(_cell(value) for value in row))
-        Console(markup=False, emoji=False, highlight=False).print(table)
-
-    def say(self, text: str) -> None:
-        """A line for people, as it is; silent under ``--json``."""
-        if not self.json:
-            print(text)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelCommand(Command):
-    """A command about one model."""
-
-    model: tyro.conf.Positional[str]
-    """Folder, weight file or run folder; short name of a released model; or Hub id."""
-    revision: str | None = None
-    """Commit, branch or tag of a Hub id."""
-    attention: Literal["squared", "squared_normalized"] | None = None
-    """For files that do not say which of the two they are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextCommand(ModelCommand):
-    """A command that runs a model on text."""
-
-    tokenizer: str | None = None
-    """gpt2, bytes, or a path; by default the one saved with the model, else by the size of its vocabulary."""
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16", "float64", "checkpoint"] = "float32"
-    """checkpoint keeps the stored mixture of bf16 and float32."""
-
-    def load(self) -> "Transformer":
-        return _load(self.model, self.revision, self.attention, self.dtype, self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +82,53 @@ class Info(ModelCommand):
             "dtypes": dtypes,
             "config": config.to_dict(),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify(Command):
+    """Check a model: its file, its numerics, its cross-entropy on known text. Exit code 1 when a check fails.
+
+    --released checks every released model, or the one named, and records the outcome.
+
+    $ tnlm verify runs/nano-bilinear-bilinear-s0
+    $ tnlm verify bilinear-bilinear-18l --text pile.txt --protocol 512x512
+    $ tnlm verify --released --out verification.json
+    """
+
+    model: tyro.conf.Positional[str | None] = None
+    """Folder, weight file or run folder; short name of a released model; or Hub id."""
+    released: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Download what is not in the cache, about 2 GB for each of the larger models."""
+    out: Path = Path("verification.json")
+    """Where --released records the outcome; models not checked now stay as they were."""
+    text: Path | None = None
+    """The UTF-8 text of the recorded value, documents separated by <|endoftext|>."""
+    protocol: str | None = None
+    """Which recorded value, as ROWSxTOKENS; the first one when left out."""
+    revision: str | None = None
+    """Commit, branch or tag of a Hub id."""
+    attention: Literal["squared", "squared_normalized"] | None = None
+    """For files that do not say which of the two they are."""
+    device: str = "cpu"
+
+    def execute(self) -> dict[str, Any]:
+        from tnlm import verify as verification
+        from tnlm.resolve import locate
+
+        options: dict[str, Any] = {"text": self.text, "protocol": self.protocol, "device": self.device}
+        if self.released:
+            names = None if self.model is None else [_registered(self.model)]
+            record = verification.verify_released(self.out, names=names, **options)
+            rows = [(name, facts["state"], facts["repo"]) for name, facts in record["models"].items()]
+            self.show(str(self.out), rows, ("model", "state", "repository"))
+            return {"passed": all(state != "failed" for _, state, _ in rows), "file": str(self.out), **record}
+        if self.model is None:
+            raise ValueError("which model? Name one, or pass --released for all released ones")
+        locate(self.model, revision=self.revision)
+        checks = verification.verify(self.model, revision=self.revision, attention=self.attention, **options)
+        self.show(self.model, [(c.name, c.status, c.detail) for c in checks], ("check", "outcome", "figures or reason"))
+        passed = all(check.status != "failed" for check in checks)
+        return {"model": self.model, "passed": passed, "checks": [asdict(check) for check in checks]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +258,7 @@ class Convert(ModelCommand):
     def execute(self) -> dict[str, Any]:
         from tnlm.checkpoint import save
 
-        model = _load(self.model, self.revision, self.attention, self.dtype, "cpu")
+        model = load_model(self.model, revision=self.revision, attention=self.attention, dtype=self.dtype)
         source = source_of(model)
         save(model, self.folder)
         tokenizer = saved_tokenizer(model)
@@ -371,6 +365,7 @@ class Report(TextCommand):
 
 COMMANDS: dict[str, Any] = {
     "info": Info,
+    "verify": Verify,
     "eval": Eval,
     "generate": Generate,
     "convert": Convert,
@@ -406,15 +401,14 @@ def _show_warning(message: Warning | str, *_: object) -> None:
     print(f"tnlm: warning: {message}", file=sys.stderr)
 
 
-def _load(name: str, revision: str | None, attention: str | None, dtype: str, device: str) -> "Transformer":
-    import torch
+def _registered(name: str) -> str:
+    """The short name of a released model, by any of its names."""
+    from tnlm import released
 
-    from tnlm.checkpoint import load
-    from tnlm.progress import announce
-
-    wanted = dtype if dtype == "checkpoint" else getattr(torch, dtype)
-    with announce(f"loading {name}"):
-        return load(name, revision=revision, device=device, dtype=wanted, attention=attention)
+    entry = released.find(name)
+    if entry is None:
+        raise ValueError(f"{name!r} is no released model; those are {', '.join(released.RELEASED)}")
+    return entry.name
 
 
 def _count_dtypes(tensors: "dict[str, Tensor]") -> dict[str, int]:
@@ -455,10 +449,6 @@ def _run_folder(model: "Transformer") -> Path | None:
         if config.is_file() and {"model", "steps", "recipe"} <= jsonlib.loads(config.read_bytes()).keys():
             return folder
     return None
-
-
-def _cell(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":
