@@ -13,7 +13,7 @@ from tnlm.network import DEFAULT_MAX_BYTES, Network
 
 
 def linear(x: Shaped[Tensor, "... d_in"], w: Shaped[Tensor, "d_out d_in"]) -> Shaped[Tensor, "... d_out"]:
-    """``x w^T`` in ``x``'s dtype: float32 weights are cast for bf16 activations, as the released models were trained."""
+    """``x w^T`` in ``x``'s dtype: float32 weights are cast to bf16 activations, as in the published training."""
     return F.linear(x, w.to(x.dtype))
 
 
