@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from tests.hub_cache import COMMIT
 
 
 class Hub:
     """What the server offers and what it was asked.
 
-    ``files`` are those of ``repo`` at :data:`COMMIT`, also called ``main``; ``requests`` are ``(method, path, range)``.
+    ``files`` are those of ``repo`` at ``COMMIT``, also called ``main``; ``requests`` are ``(method, path, range)``.
     """
 
     def __init__(self, repo: str, files: dict[str, bytes]) -> None:

@@ -1,12 +1,9 @@
 """Downloads from a Hub on localhost, and everything that happens without one."""
 
-import dataclasses
 import hashlib
 import os
 import re
-import socket
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -15,29 +12,24 @@ from huggingface_hub import constants
 
 import tnlm
 from tests.checkpoint_files import published_model, same_state, write_published
-from tests.hub_server import COMMIT, Hub, serve
+from tests.hub_cache import COMMIT, REPO, block, contents, fill, go_offline, register, use_cache
+from tests.hub_server import Hub, serve
 from tests.tiny_models import build, tiny
 from tnlm import hub, released
-from tnlm.released import File, Released
 
-REPO = "someone/gpt2-tiny"
 MODEL = published_model()
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache."""
-    folder = tmp_path / "cache"
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    return folder
+    return use_cache(tmp_path / "cache", monkeypatch)
 
 
 @pytest.fixture
 def files(tmp_path):
     """A released folder's files by name."""
-    folder = write_published(tmp_path / "files", MODEL)
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return contents(write_published(tmp_path / "files", MODEL))
 
 
 @pytest.fixture
@@ -52,39 +44,7 @@ def server(cache, files, monkeypatch):
 
 @pytest.fixture
 def offline(monkeypatch):
-    """Offline mode on, and any connection an error."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    block(monkeypatch)
-
-
-def block(monkeypatch):
-    def refuse(*_: object) -> None:
-        raise AssertionError("a connection was tried")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-
-
-def fill(cache: Path, files: dict[str, bytes]) -> Path:
-    """A cache made by hand: refs/main, a snapshot of links, blobs."""
-    repo = cache / ("models--" + REPO.replace("/", "--"))
-    snapshot = repo / "snapshots" / COMMIT
-    for folder in (repo / "refs", repo / "blobs", snapshot):
-        folder.mkdir(parents=True)
-    (repo / "refs/main").write_text(COMMIT)
-    for name, content in files.items():
-        blob = repo / "blobs" / hashlib.sha256(content).hexdigest()
-        blob.write_bytes(content)
-        (snapshot / name).symlink_to(os.path.relpath(blob, snapshot))
-    return snapshot
-
-
-def register(monkeypatch, files, **changes) -> Released:
-    """Put the repository into the registry, its files with their true sizes and hashes."""
-    facts = {name: File(size=len(b), sha256=hashlib.sha256(b).hexdigest()) for name, b in files.items()}
-    entry = Released(name="tiny", repo=REPO, revision=COMMIT, config=MODEL.config, files=facts)
-    entry = dataclasses.replace(entry, **changes)
-    monkeypatch.setitem(released.RELEASED, "tiny", entry)
-    return entry
+    go_offline(monkeypatch)
 
 
 # With a Hub
@@ -109,7 +69,7 @@ def test_download_then_cache(server, cache, files, monkeypatch):
 def test_our_sharded_model_from_the_hub(server, tmp_path):
     model = build(tiny(), torch.float32)
     tnlm.save(model, tmp_path / "ours", max_shard_bytes=20000)
-    server.files = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
+    server.files = contents(tmp_path / "ours")
     assert same_state(tnlm.load(REPO), model)
 
 
@@ -175,7 +135,7 @@ def test_eight_threads_download_once(server, monkeypatch):
 
 
 def test_short_name_is_pinned_and_verified(server, files, monkeypatch):
-    register(monkeypatch, files)
+    register(monkeypatch, MODEL.config, files)
     for name in ("tiny", REPO, "gpt2-tiny"):
         assert same_state(tnlm.load(name), MODEL)
     assert all(f"/resolve/{COMMIT}/" in path for _, path, _ in server.requests)
@@ -186,7 +146,7 @@ def test_download_with_another_hash_is_refused(server, files, monkeypatch):
     """One bit flipped: the file's own structure does not show it."""
     flipped = bytearray(files["pytorch_model.bin"])
     flipped[len(flipped) // 2] ^= 1
-    entry = register(monkeypatch, files)
+    entry = register(monkeypatch, MODEL.config, files)
     server.files["pytorch_model.bin"] = bytes(flipped)
     wanted = entry.files["pytorch_model.bin"].sha256
     with pytest.raises(ValueError, match=f"must have sha256 {wanted}, it has .*: the download was damaged; delete"):
@@ -195,7 +155,7 @@ def test_download_with_another_hash_is_refused(server, files, monkeypatch):
 
 @pytest.mark.user_error
 def test_cached_file_of_another_size_is_refused(cache, files, monkeypatch, offline):
-    register(monkeypatch, files)
+    register(monkeypatch, MODEL.config, files)
     size = len(files["pytorch_model.bin"])
     fill(cache, {**files, "pytorch_model.bin": files["pytorch_model.bin"] + b"x"})
     with pytest.raises(ValueError, match=f"must have {size} bytes, it has {size + 1}: the download was damaged"):
@@ -205,17 +165,17 @@ def test_cached_file_of_another_size_is_refused(cache, files, monkeypatch, offli
 @pytest.mark.user_error
 def test_another_architecture_than_recorded_is_refused(cache, files, monkeypatch, offline):
     fill(cache, files)
-    register(monkeypatch, files, config=MODEL.config.replace(n_layer=3, mlp="swiglu"))
+    register(monkeypatch, MODEL.config.replace(n_layer=3, mlp="swiglu"), files)
     with pytest.raises(ValueError, match=r"not the model recorded as tiny: n_layer=2 instead of 3, mlp='bilinear'"):
         tnlm.load("tiny")
-    register(monkeypatch, files, config=MODEL.config.replace(n_layer=3), confirmed=False)
+    register(monkeypatch, MODEL.config.replace(n_layer=3), files, confirmed=False)
     assert same_state(tnlm.load("tiny"), MODEL)
 
 
 @pytest.mark.user_error
 def test_entry_without_a_commit_names_the_one_it_took(cache, files, monkeypatch, offline):
     fill(cache, files)
-    register(monkeypatch, files, revision=None)
+    register(monkeypatch, MODEL.config, files, revision=None)
     with pytest.warns(UserWarning, match=f'recorded for tiny: took {REPO}@{COMMIT}; pass revision="{COMMIT}'):
         assert same_state(tnlm.load("tiny"), MODEL)
 
@@ -223,9 +183,9 @@ def test_entry_without_a_commit_names_the_one_it_took(cache, files, monkeypatch,
 def test_registry_settles_what_the_files_cannot_tell(cache, tmp_path, monkeypatch, offline):
     model = published_model(mlp="relu2", attention="squared_normalized")
     folder = write_published(tmp_path / "squared", model)
-    content = {path.name: path.read_bytes() for path in folder.iterdir()}
+    content = contents(folder)
     fill(cache, content)
-    register(monkeypatch, content, config=model.config)
+    register(monkeypatch, model.config, content)
     assert tnlm.load(REPO).config.attention == "squared_normalized"
     monkeypatch.delitem(released.RELEASED, "tiny")
     with pytest.raises(ValueError, match=r'pass attention="squared"'):

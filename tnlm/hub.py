@@ -28,6 +28,10 @@ RESUMED_FROM = 64 * 2**20
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+class Unavailable(ValueError):
+    """The Hub cannot be reached, or does not show what was asked for: nothing is known about the file itself."""
+
+
 def find(repo: str, *, revision: str | None = None, entry: Released | None = None) -> Found:
     """The model of a repository, from the cache if it is there, else downloaded.
 
@@ -59,9 +63,8 @@ def find(repo: str, *, revision: str | None = None, entry: Released | None = Non
         for name, recorded in entry.files.items():
             check_size(folder / name, recorded)
     source = {"repo": repo, "revision": commit}
-    # The cache names large files by their sha256
-    if re.fullmatch(r"[0-9a-f]{64}", weights.resolve().name):
-        source["sha256"] = weights.resolve().name
+    if digest := recorded_sha256(weights):
+        source["sha256"] = digest
     found = find_local(folder, label=f"{repo}@{commit[:7]}")
     return dataclasses.replace(found, source=source, entry=entry)
 
@@ -99,9 +102,9 @@ def fetch(repo: str, name: str, *, revision: str | None = None, wanted: Sequence
     except errors.RemoteEntryNotFoundError:
         return None
     except errors.GatedRepoError:
-        raise ValueError(f"{at} is gated: ask for access on its page, then run `hf auth login`") from None
+        raise Unavailable(f"{at} is gated: ask for access on its page, then run `hf auth login`") from None
     except errors.RepositoryNotFoundError:
-        raise ValueError(
+        raise Unavailable(
             f"the Hub has no repository {repo} that you can see; check the name, or run `hf auth login` if it is "
             "private"
         ) from None
@@ -113,9 +116,9 @@ def fetch(repo: str, name: str, *, revision: str | None = None, wanted: Sequence
             "set HF_HUB_CACHE to a folder of yours"
         ) from None
     except _Interrupted as error:
-        raise ValueError(f"the download of {name} from {at} stopped at {error}; load again to continue it") from error
+        raise Unavailable(f"the download of {name} from {at} stopped at {error}; load again to continue it") from error
     except Exception as error:  # the classes of a broken connection are the transport's, and change with it
-        raise ValueError(_unreachable(error, repo, wanted or [name], revision)) from error
+        raise Unavailable(_unreachable(error, repo, wanted or [name], revision)) from error
     if cached is None:
         _check_download(path, repo, name)
     return path
@@ -184,6 +187,12 @@ def _fetch_blob(repo: str, name: str, revision: str | None) -> None:
         except Exception as error:
             raise _Interrupted(f"{part.stat().st_size} of {facts.size} bytes ({type(error).__name__})") from error
         part.rename(blob)
+
+
+def recorded_sha256(path: Path) -> str | None:
+    """What the Hub said a file's sha256 is: the cache names large files by it. None elsewhere, and for small files."""
+    name = path.resolve().name
+    return name if re.fullmatch(r"[0-9a-f]{64}", name) else None
 
 
 def _check_download(path: Path, repo: str, name: str) -> None:
