@@ -130,13 +130,13 @@ def _costs(base: Arm, variant: Arm) -> str:
             parts.append(f"{name}{a / scale:,.{digits}f}{suffix}")
         else:
             parts.append(f"{name}{a / scale:,.{digits}f} / {b / scale:,.{digits}f}{suffix} ({100 * (b / a - 1):+.1f}%)")
-    known = [run for run in [*base.runs, *variant.runs] if run.warmdown_steps is not None]
-    shares = sorted({round(100 * run.warmdown_steps / run.steps, 1) for run in known})  # type: ignore[operator]
-    steps = {run.warmdown_steps for run in known}
-    if known:
-        rule = " steps (the same steps)" if len(steps) == 1 and len(shares) > 1 else "%"
-        shown = sorted(steps) if len(steps) == 1 and len(shares) > 1 else shares  # type: ignore[type-var]
-        parts.append("warm-down " + ", ".join(str(v) for v in shown) + rule)
+    known = [(n, run.steps) for run in [*base.runs, *variant.runs] if (n := run.warmdown_steps) is not None]
+    shares = sorted({round(100 * warmdown / steps, 1) for warmdown, steps in known})
+    lengths = {warmdown for warmdown, _ in known}
+    if len(lengths) == 1 and len(shares) > 1:
+        parts.append(f"warm-down {lengths.pop():,} steps at every horizon")
+    elif known:
+        parts.append(f"warm-down {', '.join(str(share) for share in shares)}%")
     a, b = base.seconds_per_step, variant.seconds_per_step
     if a and b:
         kernels = f"{base.fact('implementation')} / {variant.fact('implementation')} attention"

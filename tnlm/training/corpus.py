@@ -157,5 +157,4 @@ def write_embedded(folder: str | os.PathLike, tokenizer: Tokenizer) -> dict[str,
             "documents": len(documents),
             "text_bytes": sum(len(d.encode("utf-8", "replace")) for d in documents),
         }
-    tokenize.write_facts(folder, tokenizer, source="embedded corpus", splits=counts, **identity)
-    return shards.read_sidecar(folder)
+    return tokenize.write_facts(folder, tokenizer, source="embedded corpus", splits=counts, **identity)

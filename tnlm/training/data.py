@@ -157,6 +157,7 @@ class Loader:
 
     @cached_property
     def _aligned_starts(self) -> list[int]:
+        assert self.eot is not None
         documents = self.stream.document_starts(self.eot).tolist()
         starts, at = [], 0
         while (i := bisect.bisect_left(documents, at)) < len(documents):

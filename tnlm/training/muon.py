@@ -158,6 +158,7 @@ class Muon(torch.optim.Optimizer):
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
+        assert p.grad is not None
         buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(p.grad)
         return p.grad.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
 

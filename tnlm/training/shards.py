@@ -293,13 +293,14 @@ def refuse_id(ids: np.ndarray, d_vocab: int, path: str | os.PathLike, start: int
     raise ValueError(f"id {ids[place]} >= vocab {d_vocab} in {path} at token {start + place}")
 
 
-def write_sidecar(folder: str | os.PathLike, **facts: Any) -> None:
-    """Merge ``facts`` into the folder's ``dataset.json`` (tokenizer, d_vocab, eot, text_bytes, ...), atomically."""
+def write_sidecar(folder: str | os.PathLike, **facts: Any) -> dict[str, Any]:
+    """Merge ``facts`` into the folder's ``dataset.json`` (tokenizer, d_vocab, eot, ...), atomically; returns all."""
     path = Path(folder) / SIDECAR
     merged = {**(read_sidecar(folder) or {}), **facts}
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(merged, indent=1), encoding="utf-8")
     os.replace(part, path)
+    return merged
 
 
 def read_sidecar(folder: str | os.PathLike) -> dict[str, Any] | None:

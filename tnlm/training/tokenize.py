@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,10 +34,10 @@ def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
     return [tokenizer.eot, *tokenizer.encode(text)]
 
 
-def write_facts(folder: str | os.PathLike, tokenizer: Tokenizer, **facts: Any) -> None:
+def write_facts(folder: str | os.PathLike, tokenizer: Tokenizer, **facts: Any) -> dict[str, Any]:
     """Write the tokenizer and the sidecar of a data folder: tokenizer name and hash, d_vocab, eot, and ``facts``."""
     tokenizer.save(folder)
-    shards.write_sidecar(
+    return shards.write_sidecar(
         folder,
         tokenizer={"name": tokenizer.name, "hash": tokenizer.hash},
         d_vocab=tokenizer.d_vocab,
@@ -67,12 +67,14 @@ def read_documents(
         documents: Iterable[str] = (line.rstrip("\n") for line in stdin or sys.stdin)
     else:
         path = Path(source)
-        readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".txt": _read_txt}
-        if path.suffix not in readers:
+        if path.suffix not in (".jsonl", ".parquet", ".txt"):
             raise ValueError(f"a text source must end in .jsonl, .parquet or .txt, or be -, got {path}")
         if not path.is_file():
             raise ValueError(f"text source {path} must be a file, but there is none")
-        documents = readers[path.suffix](path, separator if path.suffix == ".txt" else field)
+        if path.suffix == ".txt":
+            documents = _read_txt(path, separator)
+        else:
+            documents = (_read_jsonl if path.suffix == ".jsonl" else _read_parquet)(path, field)
     return (document for document in documents if document)
 
 
@@ -164,8 +166,7 @@ def tokenize_files(
     splits = writer.close()
     if progress is not None:
         progress(writer.documents, writer.tokens)
-    write_facts(out, tokenizer, source=[Path(s).name for s in sources], splits=splits)
-    return shards.read_sidecar(out)
+    return write_facts(out, tokenizer, source=[Path(s).name for s in sources], splits=splits)
 
 
 class _SplitWriter:
@@ -174,7 +175,8 @@ class _SplitWriter:
     def __init__(self, out: Path, *, shard_tokens: int, val_tokens: int):
         self.out, self.shard_tokens, self.val_tokens = out, shard_tokens, val_tokens
         self.splits = {name: {"tokens": 0, "documents": 0, "text_bytes": 0} for name in ("train", "val")}
-        self._split, self._pending, self._buffered, self._shards = "val", [], 0, 0
+        self._split, self._buffered, self._shards = "val", 0, 0
+        self._pending: list[np.ndarray] = []
 
     @property
     def documents(self) -> int:
@@ -217,7 +219,9 @@ class _SplitWriter:
         return self.splits
 
 
-def _encoded(documents: Iterable[str], tokenizer: Tokenizer, processes: int) -> Iterator[tuple[np.ndarray, int]]:
+def _encoded(
+    documents: Iterable[str], tokenizer: Tokenizer, processes: int
+) -> Generator[tuple[np.ndarray, int], None, None]:
     """(ids as uint16, bytes of text) of each document, in order; at most a few chunks are held at once."""
     if tokenizer.d_vocab > 65536:
         raise ValueError(f"shards hold uint16 ids: d_vocab must be at most 65536, got {tokenizer.d_vocab}")

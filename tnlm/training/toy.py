@@ -73,5 +73,4 @@ def write_cycles(
         splits[split] = {"tokens": len(tokens), "documents": n}
     low, high = (period, period) if isinstance(period, int) else period
     facts = {"task": "cycles", "seq": seq, "period": [low, high], "seed": seed}
-    shards.write_sidecar(out, d_vocab=d_vocab, eot=None, tokenizer=None, source=facts, splits=splits)
-    return shards.read_sidecar(out) or {}
+    return shards.write_sidecar(out, d_vocab=d_vocab, eot=None, tokenizer=None, source=facts, splits=splits)
