@@ -34,7 +34,7 @@ def open_inputs(config: TrainConfig, world: World) -> Inputs:
     """
     train, validation, sidecar = find_data(config, world)
     shards.refuse_duplicates(train, validation)
-    tokenizer = find_tokenizer(config, train[0].parent)
+    tokenizer = find_tokenizer(config, train[0].parent, sidecar)
     d_vocab = sidecar.get("d_vocab", tokenizer.d_vocab if tokenizer is not None else config.model.d_vocab_used)
     if d_vocab != config.model.d_vocab_used:
         raise ValueError(
@@ -102,17 +102,18 @@ def _write_corpus(config: TrainConfig) -> Path:
     return folder
 
 
-def find_tokenizer(config: TrainConfig, folder: Path) -> Tokenizer | None:
-    """The tokenizer beside the shards, else the one the configuration names; None for ``none``.
+def find_tokenizer(config: TrainConfig, folder: Path, sidecar: dict[str, Any]) -> Tokenizer | None:
+    """The tokenizer beside the shards, else the one their sidecar names, else the configuration's; None for ``none``.
 
     Raises:
         ValueError: There is none of that name.
     """
+    if config.tokenizer == "none" or sidecar.get("tokenizer", {}) is None:
+        return None
     if (folder / tokenizers.FILE_NAME).is_file():
         return Tokenizer.load(folder)
-    if config.tokenizer == "none":
-        return None
+    name = sidecar["tokenizer"]["name"] if "tokenizer" in sidecar else config.tokenizer
     try:
-        return tokenizers.get(config.tokenizer)
+        return tokenizers.get(name)
     except ValueError as error:
         raise ValueError(f"{error}. Without text, samples and bits per byte: --tokenizer none") from None

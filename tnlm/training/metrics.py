@@ -146,7 +146,7 @@ class Progress:
             text = "  ".join(filter(None, (f"loss {event['loss']:.4f}", speed, use)))
             self._bar.update(self._task, completed=event["step"], description=text)
             return
-        left = f"eta {_clock(eta)}" if eta is not None else ""
+        left = f"eta {clock(eta)}" if eta is not None else ""
         head = f"step {event['step']}/{self.steps}  loss {event['loss']:.4f}  lr {event['lr']:.2f}"
         self.say("  ".join(filter(None, (head, speed, use, left))))
 
@@ -206,7 +206,8 @@ def _si(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """``m:ss`` or ``h:mm:ss``."""
     minutes, secs = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"

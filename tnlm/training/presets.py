@@ -371,17 +371,17 @@ def debug() -> TrainConfig:
 
 def small() -> TrainConfig:
     """190M to 205M parameters, 1.7e9 tokens."""
-    return _fineweb("small", "small", 3242, 64)
+    return _fineweb("small", "small", 3242, 32)
 
 
 def medium() -> TrainConfig:
     """The comparison: 498M to 546M parameters, 5.1e9 tokens; eight GPUs."""
-    return _fineweb("medium", "medium", 9726, 64)
+    return _fineweb("medium", "medium", 9726, 16)
 
 
 def large() -> TrainConfig:
     """1.06e9 to 1.17e9 parameters, 5.1e9 tokens."""
-    return _fineweb("large", "large", 9726, 32)
+    return _fineweb("large", "large", 9726, 8)
 
 
 _RELU2: dict[str, Any] = {"mlp": "relu2", "attention": "softmax"}
@@ -394,17 +394,17 @@ def debug_relu2() -> TrainConfig:
 
 def small_relu2() -> TrainConfig:
     """The published small size with the ReLU^2 MLP and softmax attention, 162M parameters."""
-    return _fineweb("small-relu2", "small", 3242, 64, **_RELU2)
+    return _fineweb("small-relu2", "small", 3242, 32, **_RELU2)
 
 
 def medium_relu2() -> TrainConfig:
     """The published ReLU^2 medium, 20 layers of width 1280, 522M parameters."""
-    return _fineweb("medium-relu2", "medium-relu2", 9726, 64)
+    return _fineweb("medium-relu2", "medium-relu2", 9726, 16)
 
 
 def large_relu2() -> TrainConfig:
     """The published ReLU^2 large, 26 layers of width 1664, 1.03e9 parameters."""
-    return _fineweb("large-relu2", "large-relu2", 9726, 32)
+    return _fineweb("large-relu2", "large-relu2", 9726, 8)
 
 
 PRESETS: dict[str, Callable[[], TrainConfig]] = {

@@ -1,0 +1,310 @@
+"""The commands of ``tnlm-train`` as dataclasses: fields are flags, ``execute`` returns the record printed last."""
+
+import dataclasses
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from tnlm.config import AttentionKind, MLPKind
+from tnlm.training.presets import Precision, Recipe, Tracker, TrainConfig, preset, read_json
+
+Off = tyro.conf.FlagCreatePairsOff[bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Sizes of the model; what is left out is the preset's. Other fields of the model: ``--config``."""
+
+    n_layer: int | None = None
+    n_head: int | None = None
+    d_model: int | None = None
+    d_hidden: int | None = None
+    """Keeps its ratio to d_model when left out."""
+    d_qk: int | None = None
+    """Width of queries and keys per head."""
+    d_vocab: int | None = None
+    n_ctx: int | None = None
+    """Tokens per sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Train a model, or resume: the same command continues a stopped run.
+
+    Without flags: the nano preset, offline, on a CPU, in about two minutes. Under torchrun every rank runs this.
+    """
+
+    preset: str = "nano"
+    """nano, nano-pure, nano-attention-only, tiny, debug, small, medium, large, or {debug,small,medium,large}-relu2."""
+    mlp: MLPKind | None = None
+    attention: AttentionKind | None = None
+    matched: Off = False
+    """d_qk = d_head / 2: bilinear attention with the parameters and FLOPs of softmax."""
+    recipe: Recipe | None = None
+    """replication-exact repeats the public code, quirks included; replication repairs it."""
+    data: str | None = None
+    """corpus, fineweb10B, or a folder or glob of .bin shards."""
+    val_data: str | None = None
+    tokenizer: str | None = None
+    steps: int | None = None
+    batch: int | None = None
+    """Sequences per step over all ranks."""
+    micro_batch: int | None = None
+    """Sequences per forward on one device."""
+    seed: int | None = None
+    out: str | None = None
+    """Run folder; runs/{preset}-{mlp}-{attention}-s{seed} when left out."""
+    precision: Precision | None = None
+    device: str | None = None
+    threads: int | None = None
+    compile: bool | None = None
+    """torch.compile of the model."""
+    val_every: int | None = None
+    val_tokens: int | None = None
+    save_every: int | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
+    log_every: int | None = None
+    tracker: Tracker | None = None
+    model: ModelFlags = field(default_factory=ModelFlags)
+    config: Path | None = None
+    """A JSON file with any fields of TrainConfig (and model); flags override it."""
+    dry_run: Off = False
+    """Print parameters, FLOPs, memory and time, and stop."""
+
+    def resolve(self) -> TrainConfig:
+        """Preset, then config file, then flags."""
+        values = read_json(self.config) if self.config is not None else {}
+        name = self.preset if self.config is None or self.preset != "nano" else values.get("preset", self.preset)
+        config = preset(name).updated(values, source=str(self.config)) if values else preset(name)
+        kinds = {"mlp": self.mlp, "attention": self.attention, **dataclasses.asdict(self.model)}
+        changes = {k: v for k, v in kinds.items() if v is not None}
+        config = config.with_model(**changes) if changes else config
+        config = config.matched() if self.matched else config
+        own = {f.name for f in dataclasses.fields(TrainConfig)} - {"preset", "model"}
+        flags = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in own}
+        flags = {k: v for k, v in flags.items() if v is not None}
+        if "batch" in flags and "micro_batch" not in flags:
+            flags["micro_batch"] = min(config.micro_batch, flags["batch"])
+        return config.replace(**flags)
+
+    def execute(self) -> dict[str, Any]:
+        config = self.resolve()
+        if self.dry_run:
+            from tnlm.training.estimate import estimate
+
+            return estimate(config)
+        from tnlm.training.loop import train
+
+        return {"command": "run", **train(config).to_dict()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """Continue a checkpoint from another run's constant-rate phase under a schedule of its own."""
+
+    trunk: tyro.conf.Positional[Path]
+    """The run folder; it needs checkpoints from before its warm-down (--save-every, --keep-every)."""
+    steps: int
+    """Horizon of the new schedule, counted from the beginning of the trunk."""
+    at: int | None = None
+    """Step of the checkpoint; by default the last before either warm-down begins."""
+    warmdown: float | None = None
+    """Fraction of the steps; by default the trunk's."""
+    out: str | None = None
+    """Run folder; {trunk}-steps{steps} when left out."""
+    keep_last: int | None = None
+    threads: int | None = None
+
+    def execute(self) -> dict[str, Any]:
+        from tnlm.training.branch import branch_config
+        from tnlm.training.loop import train
+
+        config = branch_config(self.trunk, steps=self.steps, at=self.at, warmdown=self.warmdown, out=self.out)
+        changes = {"keep_last": self.keep_last, "threads": self.threads}
+        config = config.replace(**{k: v for k, v in changes.items() if v is not None})
+        return {"command": "branch", "branched_from": config.branched_from, **train(config).to_dict()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """How many percent more batches does the variant need? Several runs, seeds and horizons may make an arm."""
+
+    base: list[str]
+    """Run folders; with --curves, GROUP or GROUP:RUNS."""
+    variant: list[str]
+    curves: Path | None = None
+    """A CSV of curves recorded elsewhere, columns group, run, schedule_steps, step, val_loss."""
+    metric: Literal["loss", "bits_per_byte"] = "loss"
+    at: float | None = None
+    """N0 of the matched-schedule reading, in steps."""
+    sigma: float | None = None
+    """Known standard deviation of a final loss, for arms of fewer than three seeds."""
+    margin: float | None = None
+    """Also test that the variant is not worse by more than this."""
+    warmdown: float | None = None
+    """Warm-down fraction of recorded curves, for the stable-phase reading."""
+    extrapolate: Off = False
+    out: Path | None = None
+    """Folder for compare.json and compare.html."""
+    png: Off = False
+    """Also compare.png, which needs kaleido."""
+
+    def execute(self) -> dict[str, Any]:
+        from tnlm.training import compare_report
+        from tnlm.training.compare import Options, compare_arms
+        from tnlm.training.runs import load_curves, load_run
+
+        if self.curves is not None:
+            arms = [load_curves(self.curves, specs) for specs in (self.base, self.variant)]
+        else:
+            arms = [[load_run(f, metric=self.metric) for f in folders] for folders in (self.base, self.variant)]
+        fields = ("at", "sigma", "margin", "extrapolate", "warmdown")
+        result = compare_arms(*arms, Options(**{name: getattr(self, name) for name in fields}))
+        print(compare_report.to_text(result), file=sys.stderr)
+        if self.out is not None:
+            from tnlm.training import plot
+
+            compare_report.write(result, self.out)
+            plot.write_comparison_page(result, self.out / "compare.html")
+            if self.png:
+                plot.write_png(plot.comparison(result), self.out / "compare.png")
+        return {"command": "compare", **compare_report.to_dict(result)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write a checkpoint as model.safetensors, config.json and a card: what tnlm.load reads."""
+
+    run: tyro.conf.Positional[Path]
+    """The run folder."""
+    out: Path
+    step: int | None = None
+    """The newest complete checkpoint when left out."""
+
+    def execute(self) -> dict[str, Any]:
+        from tnlm.training.export import export
+
+        return {"command": "export", **export(self.run, self.out, step=self.step)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataGet:
+    """Download published token shards; resumable, verified, atomic."""
+
+    name: tyro.conf.Positional[Literal["fineweb10B"]] = "fineweb10B"
+    shards: int = 52
+    """Training shards of 100M tokens; 52 for 9,726 steps."""
+    out: Path | None = None
+    """By default where --data fineweb10B looks."""
+
+    def execute(self) -> dict[str, Any]:
+        from tnlm.training.corpus import cache_folder
+        from tnlm.training.download import get_fineweb
+
+        folder = self.out or cache_folder() / self.name
+        return {"command": "data get", **get_fineweb(folder, self.shards, progress=_count_files)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataTokenize:
+    """Tokenize text (.jsonl, .parquet, .txt, or - for standard input) into shards."""
+
+    sources: tyro.conf.Positional[list[str]]
+    out: Path
+    tokenizer: str = "gpt2"
+    """gpt2, bytes, bpeN to train a vocabulary of N on the sources, or a path."""
+    field: str = "text"
+    """Key of a jsonl object, or column of a parquet file."""
+    separator: str | None = None
+    """Splits a .txt file into documents."""
+    shard_tokens: int = 100_000_000
+    val_tokens: int = 1_000_000
+    processes: int = os.cpu_count() or 1
+
+    def execute(self) -> dict[str, Any]:
+        from tnlm import tokenizer as tokenizers
+        from tnlm.training.tokenize import read_documents, tokenize_files
+
+        size = self.tokenizer.removeprefix("bpe")
+        if self.tokenizer.startswith("bpe") and size.isdecimal():
+            if "-" in self.sources:
+                raise ValueError("a vocabulary is trained in a first pass over the sources, so they cannot be -")
+            documents = (
+                text for s in self.sources for text in read_documents(s, field=self.field, separator=self.separator)
+            )
+            tokenizer = tokenizers.train_bpe(documents, int(size))
+        else:
+            tokenizer = tokenizers.get(self.tokenizer)
+        facts = tokenize_files(
+            self.sources,
+            self.out,
+            tokenizer,
+            field=self.field,
+            separator=self.separator,
+            shard_tokens=self.shard_tokens,
+            val_tokens=self.val_tokens,
+            processes=self.processes,
+            progress=lambda documents, tokens: print(f"{documents:,} documents, {tokens:,} tokens", file=sys.stderr),
+        )
+        return {"command": "data tokenize", "out": str(self.out), **facts}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCheck:
+    """Read every shard of a folder or glob and report what is wrong; exit code 1 if anything is."""
+
+    where: tyro.conf.Positional[str]
+    d_vocab: int | None = None
+    """Limit of the ids; by default that of dataset.json."""
+    allow_truncated: Off = False
+
+    def execute(self) -> dict[str, Any]:
+        from tnlm.training.shards import check_data
+
+        facts = check_data(
+            self.where,
+            d_vocab=self.d_vocab,
+            allow_truncated=self.allow_truncated,
+            progress=lambda r: print(f"{r.path}: {r.tokens:,} tokens, largest id {r.max_id}", file=sys.stderr),
+        )
+        return {"command": "data check", **facts}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataToy:
+    """Write the smallest language whose mechanism is known: sequences that tile a random cycle of distinct tokens."""
+
+    task: tyro.conf.Positional[Literal["cycles"]]
+    out: Path
+    seq: int = 32
+    d_vocab: int = 64
+    period: tuple[int, int] = (4, 12)
+    """Shortest and longest cycle."""
+    train_sequences: int = 100_000
+    val_sequences: int = 1_000
+    seed: int = 0
+
+    def execute(self) -> dict[str, Any]:
+        from tnlm.training.toy import write_cycles
+
+        values = dataclasses.asdict(self)
+        values.pop("task")
+        return {"command": "data toy", "out": str(self.out), **write_cycles(values.pop("out"), **values)}
+
+
+def _count_files(name: str, done: int, total: int) -> None:
+    print(f"{done}/{total} {name}", file=sys.stderr)
+
+
+Data = Annotated[
+    Annotated[DataGet, tyro.conf.subcommand("get")]
+    | Annotated[DataTokenize, tyro.conf.subcommand("tokenize")]
+    | Annotated[DataCheck, tyro.conf.subcommand("check")]
+    | Annotated[DataToy, tyro.conf.subcommand("toy")],
+    tyro.conf.subcommand("data", description="Fetch, make and check token shards."),
+]

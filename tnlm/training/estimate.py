@@ -1,0 +1,72 @@
+"""``--dry-run``: what a run will cost, from its configuration alone. Imports no torch."""
+
+import sys
+from typing import Any
+
+from tnlm.training.metrics import PEAK_FLOPS, clock
+from tnlm.training.presets import TrainConfig
+
+MFU = 0.4
+"""Share of a GPU's peak that the time estimates assume; a guess until ``metrics.jsonl`` says better."""
+CPU_FLOPS = 25e9
+"""FLOP/s of one CPU thread that the estimates assume (nano on an AVX2 server: 23e9 to 30e9)."""
+GPU = "NVIDIA H100"
+
+
+def estimate(config: TrainConfig) -> dict[str, Any]:
+    """Print and return parameters, FLOPs, memory and time of a run.
+
+    Memory counts parameters, gradients and optimiser state in float32 (Adam two moments, Muon one), and the activations
+    of one micro-batch without recomputation, which are approximate: about 20 % either way, less under compilation.
+    """
+    model = config.model
+    flops = model.flops_per_token()
+    tokens = config.steps * config.tokens_per_step
+    matrices = model.n_matmul_params - model.d_vocab * model.d_model
+    state = 4 * (2 * model.n_params + matrices + 2 * (model.n_params - matrices))
+    half = config.precision != "float32" and config.preset not in ("nano", "nano-pure", "nano-attention-only", "tiny")
+    activations = config.micro_batch * config.seq * _activation_bytes(config, 2 if half else 4)
+    seconds = {
+        "cpu_thread": tokens * flops / CPU_FLOPS,
+        **{f"{n}x{GPU.removeprefix('NVIDIA ')}": tokens * flops / (n * PEAK_FLOPS[GPU] * MFU) for n in (1, 8)},
+    }
+    record = {
+        "command": "run",
+        "dry_run": True,
+        "folder": str(config.folder),
+        "n_params": model.n_params,
+        "flops_per_token": flops,
+        "tokens_per_step": config.tokens_per_step,
+        "steps": config.steps,
+        "tokens": tokens,
+        "flops": tokens * flops,
+        "state_bytes": state,
+        "activation_bytes": activations,
+        "checkpoint_bytes": 4 * (model.n_params + matrices + 2 * (model.n_params - matrices)),
+        "eta_seconds": seconds,
+    }
+    times = ", ".join(f"{clock(value)} on {name}" for name, value in seconds.items())
+    for line in (
+        f"{config.preset}: {model.mlp} MLP, {model.attention} attention, recipe {config.recipe}, in {config.folder}",
+        f"parameters   {model.n_params:,}",
+        f"FLOPs        {flops:,} per token (6 M + 6 T L H (n_qk d_qk + d_head)), {tokens * flops:.3g} in all",
+        f"tokens       {config.tokens_per_step:,} per step, {config.steps:,} steps, {tokens:,} in all",
+        f"memory       {_gb(state)} of weights, gradients and optimiser state, about {_gb(activations)} of activations",
+        f"checkpoint   {_gb(record['checkpoint_bytes'])}",
+        f"time         about {times} (h:mm:ss; {MFU:.0%} of {PEAK_FLOPS[GPU]:.3g} FLOP/s, {CPU_FLOPS:.2g} per thread)",
+    ):
+        print(line, file=sys.stderr)
+    return record
+
+
+def _activation_bytes(config: TrainConfig, size: int) -> int:
+    """Kept for backward, per token: norms, mixing and projections of each block, and the logits."""
+    model = config.model
+    attention = 0 if model.attention == "none" else 4 * model.d_model + 6 * model.n_qk * model.n_head * model.d_qk
+    mlp = (4 if model.mlp_gated else 3) * model.d_hidden
+    block = size * (8 * model.d_model + attention + mlp)
+    return model.n_layer * block + model.d_vocab * (2 * size + 4)
+
+
+def _gb(n_bytes: float) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB"
