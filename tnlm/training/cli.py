@@ -37,7 +37,9 @@ Command = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
-        command: Any = tyro.cli(Command, prog="tnlm-train", description="Train and compare tensor-network language models.", args=argv)
+        command: Any = tyro.cli(
+            Command, prog="tnlm-train", description="Train and compare tensor-network language models.", args=argv
+        )
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else USAGE
     return _guarded(command.execute, usage=FAILED if isinstance(command, commands.DataCheck) else USAGE)

@@ -167,7 +167,7 @@ class Speed:
     """Tokens per second and remaining time, from the steps since this process began; evaluations do not count."""
 
     def __init__(self) -> None:
-        self.seconds, self.steps = 0.0, 0
+        self.seconds, self.steps, self._warm = 0.0, 0, False
         self._began = time.perf_counter()
 
     def start(self) -> None:
@@ -176,8 +176,10 @@ class Speed:
     def stop(self) -> float:
         """Seconds of the step that :meth:`start` began."""
         dt = time.perf_counter() - self._began
-        # the first step compiles and warms up: it would spoil the mean
-        self.seconds, self.steps = (dt, 1) if self.steps <= 1 else (self.seconds + dt, self.steps + 1)
+        if self.steps == 1 and not self._warm:
+            # the first step compiles and warms up: it would spoil the mean
+            self.seconds, self.steps, self._warm = 0.0, 0, True
+        self.seconds, self.steps = self.seconds + dt, self.steps + 1
         return dt
 
     def per_step(self) -> float:
