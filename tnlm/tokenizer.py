@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 EOT_TEXT = "<|endoftext|>"
 FILE_NAME = "tnlm_tokenizer.json"
@@ -102,7 +102,7 @@ class Tokenizer:
         """``[encode(text) for text in texts]`` on several threads, outside the interpreter lock."""
         return self._encoding.encode_ordinary_batch(list(texts), num_threads=num_threads)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Text of a flat sequence of ids; bytes that are no UTF-8 (half a character) become U+FFFD.
 
         Raises:
@@ -114,7 +114,7 @@ class Tokenizer:
         """The bytes that one id stands for, exactly; the end-of-text id gives ``b"<|endoftext|>"``."""
         return next(self._bytes_of([token_id]))
 
-    def _bytes_of(self, ids: Iterable[int]) -> Iterator[bytes]:
+    def _bytes_of(self, ids: Iterable[SupportsIndex]) -> Iterator[bytes]:
         for token_id in check_ids(ids, self.d_vocab):
             yield EOT_TEXT.encode() if token_id == self.eot else self._tokens[token_id]
 
@@ -168,7 +168,7 @@ class Tokenizer:
         return f"Tokenizer(name={self.name!r}, d_vocab={self.d_vocab}, eot={self.eot}, hash={self.hash[:12]!r})"
 
 
-def check_ids(ids: Iterable[int], d_vocab: int) -> list[int]:
+def check_ids(ids: Iterable[SupportsIndex], d_vocab: int) -> list[int]:
     """``ids`` (a list, array or tensor of one axis) as plain ints, each in ``[0, d_vocab)``.
 
     Raises:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def read_documents(
     *,
     field: str = "text",
     separator: str | None = None,
-    stdin: TextIO | None = None,
+    stdin: Iterable[str] | None = None,
 ) -> Iterator[str]:
     """Documents of one source, in order; empty ones are dropped.
 
@@ -128,7 +128,7 @@ def tokenize_files(
     shard_tokens: int = 100_000_000,
     val_tokens: int = 1_000_000,
     processes: int = 1,
-    stdin: TextIO | None = None,
+    stdin: Iterable[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Tokenize ``sources`` into ``val_000000.bin``, ``train_000001.bin``, ... and ``dataset.json`` under ``out``.
