@@ -26,8 +26,8 @@ def small_config(tmp_path: Path, name: str = "run", **changes) -> TrainConfig:
     data = tmp_path / "data"
     if not data.exists():
         write_data(data)
-    model = ModelConfig.released(n_layer=1, n_head=2, d_model=12, d_hidden=14, d_vocab=VOCAB, n_ctx=6)
     defaults = {
+        "model": ModelConfig.released(n_layer=1, n_head=2, d_model=12, d_hidden=14, d_vocab=VOCAB, n_ctx=6),
         "data": str(data),
         "tokenizer": "none",
         "steps": 20,
@@ -42,4 +42,4 @@ def small_config(tmp_path: Path, name: str = "run", **changes) -> TrainConfig:
         "device": "cpu",
         "out": str(tmp_path / name),
     }
-    return TrainConfig(model=model, **{**defaults, **changes})
+    return TrainConfig(**{**defaults, **changes})

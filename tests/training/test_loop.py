@@ -1,0 +1,239 @@
+"""The loop's parts: losses, accumulation, groups, validation, and what it refuses before the first step."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import tnlm
+from tests.training.small import VOCAB, small_config, write_data
+from tnlm.evaluate import cross_entropy
+from tnlm.tokenizer import get
+from tnlm.training import train
+from tnlm.training.data import TokenStream
+from tnlm.training.distributed import World
+from tnlm.training.loop import Trainer, build_model, cpu_threads
+from tnlm.training.metrics import read_metrics
+from tnlm.training.optim import Optimizers
+from tnlm.training.shards import find_shards
+from tnlm.training.tokenize import tokenize_files
+
+
+def losses_of(config, steps: int = 6) -> list[float]:
+    trainer = Trainer(config, progress=False)
+    return [trainer.train_step()["loss"] for _ in range(steps)]
+
+
+GOLDEN_CURVE = [3.970291, 3.962451, 3.953027, 3.956661, 3.941586, 3.931513, 3.918772, 3.905281, 3.893877, 3.907323]
+"""Training losses of the small configuration, recorded when the loop reproduced the public trajectories."""
+
+
+def test_golden_curve(tmp_path):
+    assert losses_of(small_config(tmp_path), 10) == pytest.approx(GOLDEN_CURVE, abs=2e-5)
+
+
+def test_the_model_learns(tmp_path):
+    config = small_config(tmp_path, steps=80, val_every=80, save_every=None)
+    result = train(config, progress=False)
+    curve = [e["loss"] for e in read_metrics(config.folder / "metrics.jsonl") if e["kind"] == "val"]
+    assert curve[0] == pytest.approx(math.log(VOCAB), abs=1e-5)
+    # each id follows the one before by 1 with probability 0.8: the entropy of that is 0.64 nats
+    assert 0.64 < result.val_loss < 3.5
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_accumulation_does_not_change_the_batch(micro_batch, tmp_path):
+    config = small_config(tmp_path)
+    expected = losses_of(config)
+    other = losses_of(config.replace(micro_batch=micro_batch, out=str(tmp_path / "other")))
+    assert other == pytest.approx(expected, rel=1e-5)
+    assert other[0] == pytest.approx(expected[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("val_batch", [1, 3, 10])
+def test_validation_is_the_plain_cross_entropy(val_batch, tmp_path):
+    trainer = Trainer(small_config(tmp_path, val_batch=val_batch), progress=False)
+    for _ in range(5):
+        trainer.train_step()
+    stream = TokenStream(find_shards(tmp_path / "data", split="val"))
+    tokens = torch.from_numpy(stream.read(0, 61)).long()
+    expected = cross_entropy(trainer.model, tokens)
+    values = trainer.evaluate()
+    assert values["loss"] == pytest.approx(expected.loss, rel=1e-6)
+    assert (values["val_tokens"], expected.tokens) == (60, 60)
+
+
+def test_buckets_average_to_the_loss(tmp_path):
+    data = write_data(tmp_path / "data", sizes=(900,), val=900)
+    model = small_config(tmp_path).model.replace(n_ctx=100)
+    trainer = Trainer(small_config(tmp_path, model=model, data=str(data), val_tokens=800), progress=False)
+    trainer.train_step()
+    values = trainer.evaluate()
+    (a, b, first), (c, d, second) = values["buckets"]
+    assert (a, b, c, d) == (0, 64, 64, 100)
+    assert (64 * first + 36 * second) / 100 == pytest.approx(values["loss"], rel=1e-9)
+    assert first != second
+
+
+def test_groups_and_rates_are_the_published_ones(tmp_path):
+    config = small_config(tmp_path, steps=10, warmdown=0.4, weight_decay=0.1)
+    model = build_model(config, mixed=False)
+    optimizers = Optimizers(model, config)
+    named = {p: name for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    factor, momentum = optimizers.step(8)
+    assert (factor, momentum) == (0.5, 0.95)
+    groups = [
+        (g["lr"], g["weight_decay"], {named[p] for p in g["params"]}) for o in optimizers.all for g in o.param_groups
+    ]
+    block = {name for name in named.values() if name.startswith("blocks.")}
+    matrices = {name for p, name in named.items() if name in block and p.ndim == 2}
+    assert groups == [
+        (0.15, 0.1, {"embed.w_e"}),
+        (0.001, 0.1, {"unembed.w_u"}),
+        (0.01, 0.0, block - matrices),
+        (0.01, 0.1, matrices),
+    ]
+    assert len(block - matrices) == 3
+    assert {g["betas"] for g in optimizers.adam.param_groups} == {(0.9, 0.95)}
+    assert {g["eps"] for g in optimizers.adam.param_groups} == {1e-8}
+
+
+def test_zero_gradients_and_no_decay_change_nothing(tmp_path):
+    config = small_config(tmp_path)
+    model = build_model(config, mixed=False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizers = Optimizers(model, config)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizers.step(0)
+    torch.testing.assert_close(dict(model.named_parameters()), before, rtol=0, atol=0)
+    decaying = Optimizers(model, config.replace(weight_decay=0.5))
+    decaying.step(0)
+    torch.testing.assert_close(model.embed.w_e, before["embed.w_e"] * (1 - 0.3 * 0.5))
+    torch.testing.assert_close(model.blocks[0].attn.w_v, before["blocks.0.attn.w_v"] * (1 - 0.02 * 0.5))
+    torch.testing.assert_close(model.blocks[0].lambdas, before["blocks.0.lambdas"], rtol=0, atol=0)
+
+
+def test_clipping_scales_all_gradients_to_the_limit(tmp_path, monkeypatch):
+    trainer = Trainer(small_config(tmp_path, clip=0.1), progress=False)
+    norms = []
+    monkeypatch.setattr(
+        trainer.optimizers,
+        "step",
+        lambda step: (
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()])) or (1, 1)
+        ),
+    )
+    values = trainer.train_step()
+    assert values["grad_norm"] > 0.1
+    assert norms[0].item() == pytest.approx(0.1, rel=1e-5)
+
+
+def test_initial_model_depends_on_the_seed_alone(tmp_path):
+    config = small_config(tmp_path)
+    torch.manual_seed(123)
+    first = build_model(config, mixed=False).state_dict()
+    second = build_model(config, mixed=False).state_dict()
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    other = build_model(config.replace(seed=1), mixed=False)
+    assert not torch.equal(first["embed.w_e"], other.embed.w_e)
+    scaled = build_model(config.replace(init_scale=0.5), mixed=False)
+    torch.testing.assert_close(scaled.embed.w_e, first["embed.w_e"] / 2)
+
+
+def test_text_gives_bits_per_byte_and_a_sample(tmp_path):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 40)
+    tokenize_files([tmp_path / "text.txt"], tmp_path / "bytes", get("bytes"), separator=". ", val_tokens=200)
+    config = small_config(tmp_path, data=str(tmp_path / "bytes"), tokenizer="bytes", steps=3).with_model(d_vocab=256)
+    result = train(config, progress=False)
+    # every token is one byte
+    assert result.bits_per_byte == pytest.approx(result.val_loss / math.log(2))
+    events = {event["kind"]: event for event in read_metrics(config.folder / "metrics.jsonl")}
+    assert isinstance(events["sample"]["text"], str)
+    assert events["start"]["data"]["tokenizer"] == "bytes"
+    assert tnlm.tokenizer.Tokenizer.load(config.folder / "checkpoints" / "step_000003").hash == get("bytes").hash
+
+
+def test_pure_models_train(tmp_path):
+    model = tnlm.ModelConfig.pure(d_vocab=VOCAB, n_layer=2, n_head=2, d_model=12, d_hidden=14, n_ctx=6)
+    config = small_config(tmp_path, steps=40, lr_matrix=0.005, lr_embed=0.03, save_every=None).replace(model=model)
+    assert train(config, progress=False).val_loss < math.log(VOCAB) - 0.1
+
+
+def test_what_a_run_depends_on_is_recorded(tmp_path):
+    config = small_config(tmp_path, steps=2)
+    train(config, progress=False)
+    assert json.loads((config.folder / "config.json").read_text()) == config.to_dict()
+    start = read_metrics(config.folder / "metrics.jsonl")[0]
+    assert (start["kind"], start["step"], start["recipe"], start["dtype"]) == ("start", 0, "replication", "float32")
+    assert start["n_params"] == config.model.n_params
+    assert start["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"data": "nowhere"}, "no train shards|no shards matching nowhere"),
+        ({"val_tokens": 600}, r"val_tokens must be at most 144 .*got 600"),
+        ({"tokenizer": "bytes"}, "vocabulary of the data, got d_vocab=53 and 256 ids in .*--model.d-vocab 256"),
+        ({"tokenizer": "nope"}, "--tokenizer none"),
+        ({"data": "corpus", "tokenizer": "gpt2"}, "the embedded corpus is read as"),
+        ({"device": "cuda:9"}, "needs a CUDA device|below the number of GPUs"),
+        ({"implementation": "trytone"}, "implementation must be one of"),
+    ],
+)
+def test_refused_before_the_first_step(changes, message, tmp_path):
+    config = small_config(tmp_path).replace(**changes)
+    with pytest.raises(ValueError, match=message):
+        train(config, progress=False)
+    assert not (config.folder / "checkpoints").exists()
+
+
+@pytest.mark.user_error
+def test_an_id_that_is_no_row_stops_with_its_place(tmp_path):
+    config = small_config(tmp_path).with_model(d_vocab=50)
+    with pytest.raises(ValueError, match=r"id 5[0-2] >= vocab 50 in .*\.bin at token \d+"):
+        train(config, progress=False)
+
+
+@pytest.mark.user_error
+def test_validation_shard_among_the_training_shards(tmp_path):
+    config = small_config(tmp_path)
+    data = tmp_path / "data"
+    (data / "tiny_train_000009.bin").write_bytes((data / "tiny_val_000000.bin").read_bytes())
+    with (
+        pytest.warns(UserWarning, match="not numbered without gaps"),
+        pytest.raises(ValueError, match="validation shard"),
+    ):
+        train(config, progress=False)
+
+
+def test_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    config = small_config(tmp_path).replace(threads=None)
+    assert cpu_threads(config, World()) == 4
+    assert cpu_threads(config, World(rank=1, size=2)) == 1
+    assert cpu_threads(config.replace(threads=3), World(size=2)) == 3
+
+
+def test_compiled_model_gives_the_same_losses(tmp_path, monkeypatch):
+    """The whole step in one graph; the eager backend needs no compiler."""
+    compile_model = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda m: compile_model(m, backend="eager", fullgraph=True))
+    expected = losses_of(small_config(tmp_path), 3)
+    assert losses_of(small_config(tmp_path, "compiled", compile=True), 3) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_gpu(tmp_path):
+    """bf16, compiled, the Triton kernel, save and resume."""
+    config = small_config(tmp_path, device="cuda", precision="bfloat16", compile=True, steps=30)
+    config = config.with_model(d_model=64, n_head=2, d_hidden=64)
+    result = train(config, progress=False)
+    assert result.val_loss < math.log(VOCAB)
+    assert train(config, progress=False) == result
