@@ -137,6 +137,18 @@ class TestSyntheticLaw:
         assert result.e3.value == pytest.approx(0.05, abs=2e-3)
         assert result.e3.detail["range"][0] <= result.e3.value <= result.e3.detail["range"][1]
 
+    def test_stable_phase_with_draws_that_reach_no_level(self):
+        """Noise larger than the phase: those draws are counted as censored, the others make the interval."""
+        noises = (-2.0, 0.0, 2.0)
+        base = [make_run(s, 1000, noise=e, every=150) for s, e in enumerate(noises)]
+        variant = [make_run(s, 1000, noise=e, every=150, arm="v") for s, e in enumerate(noises)]
+        e3 = compare(base, variant).e3
+        assert e3.value == pytest.approx(0)
+        assert 0 < e3.censored < 1
+        assert e3.low <= 0 <= e3.high
+        few = compare(make_arm([100]), make_arm([100], name="v")).e3
+        assert (few.status, few.note) == ("not comparable", "the base has no two evaluations before step 62")
+
     def test_warm_down_bias_has_the_signs_of_the_theory(self):
         result = compare(make_arm([1000]), make_arm([950, 1000, 1100], x=0.04, name="variant"))
         assert result.e2a.value > result.e1.value + 0.01, "the longer schedule is still warm at N*"
@@ -345,6 +357,9 @@ class TestRefusals:
         base = make_arm([1000], facts=FACTS)
         variant = make_arm([1000], facts=FACTS, name="v", warmdown_steps=200)
         assert compare(base, variant).warnings == ["warm-down rules differ: 200 of 1000, 380 of 1000 steps"]
+        rounded = make_arm([36, 44], facts=FACTS, every=4), make_arm([40], facts=FACTS, name="v", every=4)
+        assert {run.warmdown_steps for arm in rounded for run in arm} == {14, 15, 17}
+        assert compare(*rounded).warnings == []
         same_steps = make_arm([900, 1100], facts=FACTS, name="v", warmdown_steps=380)
         assert compare(base, same_steps).warnings == []
 

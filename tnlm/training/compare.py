@@ -117,7 +117,7 @@ class _Bootstrap:
         """
         value, confidence = float(x[0]), self.options.confidence
         if min(cells) >= MIN_SEEDS:
-            low, high = cs.interval(x[1:], confidence, self._freedom)
+            low, high = cs.interval(x[1:][~np.isnan(x[1:])], confidence, self._freedom)
             censored = float(np.mean(~np.isfinite(x[1:])))
             return Reading(status, value, _finite(low), _finite(high), "bootstrap", censored=censored, **rest)
         if self.sigma is None:
@@ -304,17 +304,20 @@ def _stable_phase(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
     lowest = [np.minimum.accumulate(curves[0]) for _, curves in phases]
     high, low = min(line[0] for line in lowest), max(line[-1] for line in lowest)
     levels = np.array([level for level in lowest[0] if low <= level <= high])
-    if not levels.size:
-        return Reading("not comparable", note="the constant-rate phases share no loss level")
+    if len(levels) < 3:
+        note = f"the constant-rate phases share {len(levels)} evaluated loss levels, three are needed"
+        return Reading("not comparable", note=note)
     levels = levels[np.unique(np.linspace(0, len(levels) - 1, E3_LEVELS).astype(int))]
     ratios = np.empty((len(base_curves), len(levels)))
     for k, level in enumerate(levels):
         target = np.full(len(ratios), level)
         at = cs.first_crossing(base_steps, base_curves, target)
-        with np.errstate(invalid="ignore"):
-            ratios[:, k] = cs.first_crossing(variant_steps, variant_curves, target) / at - 1
-    ratios[~np.isfinite(ratios)] = np.nan  # a draw whose phase ends above the level says nothing about it
-    median = np.nanmedian(ratios, axis=1)
+        variant_at = cs.first_crossing(variant_steps, variant_curves, target)
+        reached = np.isfinite(at) & np.isfinite(variant_at)  # else the draw says nothing about this level
+        ratios[:, k] = np.where(reached, variant_at, np.nan) / np.where(reached, at, 1) - 1
+    known = np.isfinite(ratios).any(1)
+    median = np.full(len(ratios), np.nan)
+    median[known] = np.nanmedian(ratios[known], axis=1)
     detail = {
         "levels": levels.tolist(),
         "values": [float(v) for v in ratios[0]],

@@ -102,11 +102,11 @@ def _differences(runs: Sequence[Run], key: str) -> list[str]:
 
 
 def _warmdown(runs: Sequence[Run]) -> list[str]:
-    """One rule is either the same fraction or the same number of steps, over all horizons."""
-    known = [run for run in runs if run.warmdown_steps is not None]
-    fractions = [run.warmdown_steps / run.steps for run in known]  # type: ignore[operator]
-    same_steps = len({run.warmdown_steps for run in known}) <= 1
-    if not known or same_steps or max(fractions) - min(fractions) < 0.005:
+    """One rule is the same number of steps, or one fraction that rounds to every number."""
+    known = sorted({(n, run.steps) for run in runs if (n := run.warmdown_steps) is not None})
+    if len({n for n, _ in known}) <= 1:
         return []
-    listed = sorted({f"{run.warmdown_steps} of {run.steps}" for run in known})
+    if max((n - 0.5) / steps for n, steps in known) <= min((n + 0.5) / steps for n, steps in known):
+        return []
+    listed = [f"{n} of {steps}" for n, steps in known]
     return [f"warm-down rules differ: {', '.join(listed)} steps"]
