@@ -457,6 +457,6 @@ def test_generate_goes_through_the_hooks():
     prompt = hooked.to_tokens("abc")
     plain = tnlm.generate(model, prompt, 5, temperature=0)
     assert torch.equal(hooked.generate(prompt, 5, temperature=0), plain)
-    assert hooked.generate("abc", 5, temperature=0) == tokenizer.get("bytes").decode(plain[0])
+    assert hooked.generate("abc", 5, temperature=0) == tokenizer.get("bytes").decode(plain[0].tolist())
     with hooked.hooks(fwd_hooks=[("hook_embed", lambda value, hook: -3 * value.flip(-1))]):
         assert not torch.equal(hooked.generate(prompt, 5, temperature=0), plain)

@@ -18,8 +18,8 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 from transformer_lens import ActivationCache, FactoredMatrix, HookedRootModule
 from transformer_lens.config import TransformerBridgeConfig
-from transformer_lens.hook_points import HookPoint, NamesFilter
-from transformer_lens.utilities import Slice, SliceInput
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities import Slice
 from transformer_lens.utilities.activation_functions import SOFTCAP_DISABLED
 
 from tnlm import tokenizer as tokenizers
@@ -31,9 +31,13 @@ from tnlm.tokenizer import Tokenizer
 from tnlm.transformer import Transformer, check_ids
 
 MAX_CACHE_BYTES = 2**34
+Names = str | Sequence[str] | Callable[[str], bool] | None
+"""One name of a point, several, or a predicate on names; None is all of them."""
+Positions = int | tuple | list | Tensor | Slice | None
+"""transformer-lens's slices: an index, the arguments of ``slice``, several indices; None is everything."""
 
 
-def hook(model: Transformer, *, tokenizer: Tokenizer | None = None) -> "HookedModel":
+def hook(model: "Transformer | HookedModel", *, tokenizer: Tokenizer | None = None) -> "HookedModel":
     """A hooked view of ``model``: every named point takes hooks, every parameter is the model's own.
 
     The structure is copied, parameters and plain torch hooks are shared: training one trains both, and hooks that you
@@ -152,13 +156,13 @@ class HookedModel(ModelWeights, HookedRootModule):
         self,
         input: Int[Tensor, "batch seq"] | Int[Tensor, " seq"] | str | list[str],
         *model_args: Any,
-        names_filter: NamesFilter = None,
+        names_filter: Names = None,
         device: torch.device | str | None = None,
         remove_batch_dim: bool = False,
         incl_bwd: bool = False,
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
-        pos_slice: SliceInput | Slice = None,
+        pos_slice: Positions = None,
         max_bytes: int = MAX_CACHE_BYTES,
         **model_kwargs: Any,
     ) -> tuple[Any, "ResidualCache"]:
@@ -190,14 +194,14 @@ class HookedModel(ModelWeights, HookedRootModule):
                 out.backward()
         return out, ResidualCache(values, self, has_batch_dim=not remove_batch_dim)
 
-    def get_caching_hooks(
+    def get_caching_hooks(  # type: ignore[override]
         self,
-        names_filter: NamesFilter = None,
+        names_filter: Names = None,
         incl_bwd: bool = False,
         device: torch.device | str | None = None,
         remove_batch_dim: bool = False,
         cache: dict[str, Tensor] | None = None,
-        pos_slice: SliceInput | Slice = None,
+        pos_slice: Positions = None,
     ) -> tuple[dict[str, Tensor], list, list]:
         """``(cache, fwd_hooks, bwd_hooks)``: hooks that fill ``cache``, not yet installed."""
         values: dict[str, Tensor] = {} if cache is None else cache
@@ -214,12 +218,12 @@ class HookedModel(ModelWeights, HookedRootModule):
         fwd = [(name, partial(keep, suffix="")) for name in names]
         return values, fwd, [(name, partial(keep, suffix="_grad")) for name in names] if incl_bwd else []
 
-    def add_caching_hooks(self, names_filter: NamesFilter = None, *args: Any, **options: Any) -> dict[str, Tensor]:
+    def add_caching_hooks(self, names_filter: Names = None, *args: Any, **options: Any) -> dict[str, Tensor]:
         """Hooks that fill the returned dict on every forward until ``reset_hooks()``; see transformer-lens."""
         _refuse_compiled(self)
         return super().add_caching_hooks(self.names(names_filter), *args, **options)
 
-    def names(self, names_filter: NamesFilter = None) -> list[str]:
+    def names(self, names_filter: Names = None) -> list[str]:
         """The points that a filter selects, in the order of the forward's modules.
 
         Raises:
@@ -248,7 +252,7 @@ class HookedModel(ModelWeights, HookedRootModule):
         Hooks see only the new positions; ``cache="none"`` shows them the whole sequence at every step.
         """
         out = generate(self._view, self._tokens(input), max_new_tokens, **options)
-        return self.tokenizer.decode(out[0]) if isinstance(input, str) else out
+        return self.tokenizer.decode(out[0].tolist()) if isinstance(input, str) else out
 
     # Text
 
@@ -291,8 +295,8 @@ class HookedModel(ModelWeights, HookedRootModule):
         """Text of one id or one sequence; a list of texts for a batch."""
         tokens = torch.as_tensor(tokens)
         if tokens.ndim > 1:
-            return [self.tokenizer.decode(row) for row in tokens]
-        return self.tokenizer.decode(tokens.reshape(-1))
+            return [self.tokenizer.decode(row) for row in tokens.tolist()]
+        return self.tokenizer.decode(tokens.reshape(-1).tolist())
 
     def to_str_tokens(self, input: str | Int[Tensor, " seq"], prepend_bos: bool = False) -> list[str]:
         """The text of each token."""
@@ -439,7 +443,7 @@ class ResidualCache(ResidualParts, ActivationCache):
             close = _close(name, self.cache_dict)
             raise KeyError(f"{name!r} was not cached; close: {close}. run_with_cache must cache it") from None
 
-    def apply_slice_to_batch_dim(self, batch_slice: Slice | SliceInput) -> "ResidualCache":
+    def apply_slice_to_batch_dim(self, batch_slice: Positions) -> "ResidualCache":  # type: ignore[override]
         sliced = super().apply_slice_to_batch_dim(batch_slice)
         return type(self)(sliced.cache_dict, self.model, has_batch_dim=sliced.has_batch_dim)
 
@@ -450,7 +454,7 @@ class ResidualCache(ResidualParts, ActivationCache):
         self.cache_dict |= {name.format(i): self._result(i) for i in missing}
         return not missing
 
-    def _slice(self, positions: Slice | SliceInput) -> Slice:
+    def _slice(self, positions: Positions) -> Slice:
         return positions if isinstance(positions, Slice) else Slice(positions)
 
 

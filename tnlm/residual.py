@@ -1,6 +1,6 @@
 """What was written into the residual stream, as a later block sees it under x0 mixing."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -46,8 +46,8 @@ def target(layer: int | None, n_layer: int, *, mlp_input: bool, mixed: bool) -> 
     return layer, layer + (mlp_input or (mixed and layer < n_layer))
 
 
-def bias_sum(blocks: Sequence[Block], layer: int, end: int):
-    """Sum of the MLP output biases of the blocks below ``layer``, each with its factor after ``end`` mixings."""
+def bias_sum(blocks: Any, layer: int, end: int) -> Any:
+    """Sum of the MLP output biases of the blocks below ``layer``, each with its factor after ``end`` mixings, or 0."""
     _, writes = factors(blocks[:end])
     return sum(
         factor * block.mlp.bias
@@ -189,7 +189,7 @@ class ResidualParts:
         if expand_neurons:
             bias = bias_sum(self.model.blocks, layer, end)
         else:
-            bias = 0.0
+            bias = 0
             blocks = self.model.blocks[:layer]
             parts |= {f"{i}_mlp_out": writes[i] * self["mlp_out", i] for i, b in enumerate(blocks) if b.mlp is not None}
         parts = {label: _project(part, project_output_onto) for label, part in parts.items()}
