@@ -1,0 +1,1 @@
+"""Bridges to other libraries, each imported by name: ``import tnlm.integrations.hf``."""

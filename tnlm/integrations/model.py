@@ -1,0 +1,233 @@
+"""``tnlm.Transformer`` as a transformers model: loading, generation, caches and masks of that library."""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int, Shaped
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from tnlm.attention import Attention
+from tnlm.cache import Cache, LayerCache
+from tnlm.config import METADATA_KEYS, ModelConfig
+from tnlm.transformer import Transformer, check_ids
+
+_OURS = tuple(field.name for field in dataclasses.fields(ModelConfig))
+_THEIRS = {
+    *(field.name for field in dataclasses.fields(PreTrainedConfig)),
+    *GenerationConfig().to_dict(),
+    *METADATA_KEYS,
+    *"attn_implementation experts_implementation name_or_path num_labels output_attentions use_cache".split(),
+}
+
+
+class TnlmConfig(PreTrainedConfig):
+    """The fields of :class:`tnlm.ModelConfig`, under transformers's roof; on disk the same ``config.json``.
+
+    Raises:
+        ValueError: A field is missing, refused, or known to neither library.
+    """
+
+    model_type = "tnlm"
+    keys_to_ignore_at_inference = ["cache"]
+    attribute_map = {
+        "vocab_size": "d_vocab",
+        "hidden_size": "d_model",
+        "intermediate_size": "d_hidden",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "head_dim": "d_head",
+        "max_position_embeddings": "n_ctx",
+    }
+
+    def __init__(self, **values: Any) -> None:
+        unknown = sorted(key for key in values if key not in _THEIRS and key not in _OURS and not key.startswith("_"))
+        if unknown:
+            raise ValueError(f"config has keys that neither tnlm nor transformers knows: {', '.join(unknown)}")
+        config = ModelConfig.from_dict({key: values.pop(key) for key in _OURS if key in values})
+        super().__init__(**{key: value for key, value in values.items() if key not in METADATA_KEYS})
+        for key, value in config.to_dict().items():
+            setattr(self, key, value)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return ModelConfig.from_dict({key: getattr(self, key) for key in _OURS})
+
+    @property
+    def d_head(self) -> int:
+        return self.model_config.d_head
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model_type": "tnlm", **self.model_config.to_dict()}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+
+class TnlmForCausalLM(PreTrainedModel, GenerationMixin):
+    """A :class:`tnlm.Transformer` with the methods of a transformers model; parameter names are its own.
+
+    Padding ids (``d_vocab_used`` and above) are refused as input and never generated.
+    """
+
+    config_class = TnlmConfig
+    config: TnlmConfig
+    transformer: Transformer
+    main_input_name = "input_ids"
+    _no_split_modules = ["Block"]
+
+    def __init__(self, config: TnlmConfig, transformer: Transformer | None = None) -> None:
+        super().__init__(config)
+        transformer = Transformer(config.model_config) if transformer is None else transformer
+        self.__dict__["transformer"] = transformer  # not a submodule: its children are ours, without a prefix
+        self.__dict__["_modules"] = transformer._modules
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
+        """As in transformers, but strict: each weight is found once, or it is an error.
+
+        Raises:
+            ValueError: Weights are missing, unexpected or of another shape.
+        """
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **options)
+        model, info = loaded
+        wrong = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        if any(wrong.values()):
+            said = "; ".join(f"{kind.split('_')[0]} {', '.join(keys) or 'none'}" for kind, keys in wrong.items())
+            raise ValueError(f"the weights do not fit the config: {said}. tnlm.load converts published layouts")
+        return (model, info) if output_loading_info else model
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: :class:`tnlm.Transformer` initialises itself, and loading is strict."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.transformer.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.transformer.unembed
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch seq"],
+        attention_mask: Tensor | None = None,
+        labels: Int[Tensor, "batch seq"] | None = None,
+        cache: DynamicCache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Logits after the softcap; with ``labels`` also the mean next-token cross-entropy, -100 left out.
+
+        Args:
+            attention_mask: (batch, past + seq), 1 for tokens and 0 for padding on the right, which is exact: no token
+                sees a later one. What stands at masked positions does not matter.
+            cache: Keys and values of the positions before, of transformers's own growing kind.
+            logits_to_keep: Only the last so many positions, or those at these indices; 0 is all.
+
+        Raises:
+            ValueError: Padding on the left or a hole in the mask, an id out of range, another cache, or an option that
+                would be ignored.
+        """
+        ignored = sorted(name for name, value in others.items() if value is not None and value is not False)
+        if ignored:
+            raise ValueError(
+                f"forward has no {', '.join(ignored)}; for activations use tnlm.lens.hook(model.transformer)"
+            )
+        past = _Past(cache, self.config) if cache is not None and (use_cache is None or use_cache) else None
+        start = 0 if past is None else past.length
+        if attention_mask is not None:
+            input_ids = _apply_mask(attention_mask, input_ids, start, stateless=_stateless(self.config))
+        if input_ids.device.type != "meta" and not torch.compiler.is_compiling():
+            self.transformer.check_tokens(input_ids, start=start, limit=self.config.d_vocab_used)
+            check_ids(input_ids, self.config.d_vocab_used)
+        last = isinstance(logits_to_keep, int) and logits_to_keep == 1
+        logits = self.transformer(input_ids, cache=past, last=last)
+        if not last:
+            logits = logits[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].float().mT, labels[:, 1:].long())
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, cache=cache)
+        return out.to_tuple() if return_dict is False else out
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """As in transformers; padding ids are suppressed."""
+        padding = list(range(self.config.d_vocab_used, self.config.d_vocab))
+        if padding:
+            options["suppress_tokens"] = [*(options.get("suppress_tokens") or []), *padding]
+        return super().generate(*args, **options)
+
+
+def wrap(model: Transformer) -> TnlmForCausalLM:
+    """A transformers model that runs ``model`` itself: same modules, same parameters."""
+    if not isinstance(model, Transformer):
+        raise ValueError(f"wrap(model) needs a tnlm.Transformer, got {type(model).__name__}")
+    return TnlmForCausalLM(TnlmConfig(**model.config.to_dict()), model)
+
+
+class _PastLayer(LayerCache):
+    """One layer of a transformers cache: keys of all branches side by side, ``(batch, n_head, seq, n_qk * d_qk)``."""
+
+    def __init__(self, cache: DynamicCache, layer: int) -> None:
+        self.cache, self.layer = cache, layer
+
+    def attend(
+        self, attention: Attention, qk: list[Tensor], v: Shaped[Tensor, "batch new n_head d_head"]
+    ) -> Shaped[Tensor, "batch new n_head d_head"]:
+        keys = torch.cat(qk[1::2], dim=-1).transpose(1, 2)
+        keys, values = self.cache.update(keys, v.transpose(1, 2), self.layer)
+        branches = keys.transpose(1, 2).chunk(len(qk) // 2, dim=-1)
+        pairs = [t for pair in zip(qk[::2], branches, strict=True) for t in pair]
+        return attention.attend(pairs, values.transpose(1, 2))
+
+
+class _Past(Cache):
+    """A transformers cache as a :class:`tnlm.cache.Cache`; it advances by itself."""
+
+    def __init__(self, cache: DynamicCache, config: TnlmConfig) -> None:
+        if not isinstance(cache, DynamicCache):
+            raise ValueError(
+                f"cache must be a DynamicCache, got {type(cache).__name__}: unused slots would count as keys, since no "
+                "softmax masks them"
+            )
+        self.length = 0 if _stateless(config) else int(cache.get_seq_length())
+        self.layers = [_PastLayer(cache, layer) for layer in range(config.n_layer)]
+
+    def advance(self, new: int) -> None:
+        """Nothing: every layer has grown in :meth:`_PastLayer.attend`."""
+
+
+def _stateless(config: TnlmConfig) -> bool:
+    """Whether no position sees another, so that there is nothing to keep."""
+    return config.attention == "none" or config.n_layer == 0
+
+
+def _apply_mask(
+    mask: Tensor, tokens: Int[Tensor, "batch seq"], start: int, *, stateless: bool
+) -> Int[Tensor, "batch seq"]:
+    """The tokens with 0 at masked positions, which nothing reads.
+
+    Raises:
+        ValueError: Another shape, or a token after a masked position.
+    """
+    batch, seq = tokens.shape
+    if mask.ndim != 2 or mask.shape[0] != batch or (mask.shape[1] != start + seq and not stateless):
+        raise ValueError(
+            f"attention_mask must be (batch, past + seq) = ({batch}, {start + seq}), got {tuple(mask.shape)}; with "
+            "fewer tokens than the mask covers, pass the cache of the others"
+        )
+    seen = mask.bool()
+    if torch.compiler.is_compiling() or mask.device.type == "meta":
+        return tokens
+    if not seen[:, 0].all() or (seen[:, 1:] & ~seen[:, :-1]).any():
+        raise ValueError(
+            "padding must be on the right: these positions are counted from the first token, and rotary tables rounded "
+            'to bf16 are not the same after a shift. Set padding_side="right"; to generate, batch prompts of one '
+            "length or take batch_size=1"
+        )
+    return tokens.masked_fill(~seen[:, -seq:], 0)

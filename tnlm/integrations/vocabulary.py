@@ -1,0 +1,46 @@
+"""The tokenizers of :mod:`tnlm.tokenizer` as transformers tokenizers, id for id."""
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from tnlm.tokenizer import EOT_TEXT, Tokenizer, _printable_bytes
+
+
+def hf_tokenizer(tokenizer: Tokenizer, *, n_ctx: int | None = None) -> PreTrainedTokenizerFast:
+    """The same ids for the same text, with the rules of :mod:`tnlm.tokenizer`: no BOS, special text is plain text.
+
+    The end-of-text id, where there is one, serves as BOS (never added), EOS and padding, on the right.
+
+    Args:
+        n_ctx: Longest sequence of the model, recorded as ``model_max_length``.
+
+    Text must be Unicode without lone surrogates, which the library refuses. Costs about a second for GPT-2.
+    """
+    to_char = {byte: char for char, byte in _printable_bytes().items()}
+    size = tokenizer.d_vocab - (tokenizer.eot is not None)
+    tokens = ["".join(to_char[byte] for byte in tokenizer.token_bytes(i)) for i in range(size)]
+    ids = {token: i for i, token in enumerate(tokens)}
+    # Any two neighbours that join into a token may merge, lowest id first: that is how ranks are used.
+    merges = [
+        (token[:cut], token[cut:])
+        for token in tokens
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    backend = Backend(models.BPE(vocab=ids, merges=merges, ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    special = {}
+    if tokenizer.eot is not None:
+        backend.add_special_tokens([AddedToken(EOT_TEXT, special=True, normalized=False)])
+        special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOT_TEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_max_length=n_ctx or int(1e30),
+        padding_side="right",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        **special,
+    )
