@@ -103,8 +103,15 @@ def test_a_seed_gives_the_same_tokens_again_and_leaves_torch_alone(model, cache)
     before = torch.get_rng_state()
     first = generate(model, ids(3, 4), 9, seed=7, cache=cache)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(generate(model, ids(3, 4), 9, seed=np.int64(7)), first)
+    assert torch.equal(generate(model, ids(3, 4), 9, seed=7, cache=cache), first)
     assert not torch.equal(generate(model, ids(3, 4), 9, seed=8), first)
+
+
+@pytest.mark.user_error  # a type checker refuses numpy's integers first
+def test_numpy_integers_serve(model):
+    first = generate(model, ids(3, 4), 9, seed=7, top_k=5, stop=3)
+    again = generate(model, ids(3, 4), np.int64(9), seed=np.int64(7), top_k=np.int32(5), stop=np.array([3]))
+    assert torch.equal(again, first)
 
 
 def test_without_a_seed_torchs_own_generator_draws(model):

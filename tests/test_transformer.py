@@ -194,14 +194,23 @@ def test_tokens_that_are_none(tokens, message):
         build(tiny())(tokens)
 
 
+@pytest.fixture
+def graphs(request):
+    """Clean compiler state; not under a runtime type checker, whose wrappers break graphs."""
+    if request.config.getoption("--jaxtyping-packages"):
+        pytest.skip("the runtime type checker cannot be compiled")
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_compiles_without_a_graph_break(attention):
     model, tokens = build(tiny(attention=attention, n_layer=2), dtype=torch.float32), ids(2, 7)
-    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("implementation", ["auto", "chunked"])
 def test_compiled_gradients_equal_eager_ones(implementation):
     model, tokens = build(tiny(n_layer=1), dtype=torch.float32), ids(2, 7)
@@ -209,16 +218,15 @@ def test_compiled_gradients_equal_eager_ones(implementation):
     model(tokens).square().mean().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    torch._dynamo.reset()
     torch.compile(model, fullgraph=True, backend="aot_eager")(tokens).square().mean().backward()
     for p, g in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, g, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("graphs")
 def test_compiles_with_inductor():
     model, tokens = build(tiny(), dtype=torch.float32), ids(2, 7)
-    torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(tokens), model(tokens), rtol=1e-5, atol=1e-5)
 
 

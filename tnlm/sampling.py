@@ -21,9 +21,9 @@ def generate(
     tokens: Int[Tensor, "batch seq"],
     max_new_tokens: int,
     *,
-    temperature: float = 1.0,
+    temperature: float | int = 1.0,
     top_k: int | None = None,
-    top_p: float | None = None,
+    top_p: float | int | None = None,
     stop: int | Iterable[int] | None = None,
     pad: int | None = None,
     seed: int | None = None,
@@ -85,9 +85,9 @@ def generate(
 def probabilities(
     logits: Shaped[Tensor, "... d_vocab"],
     *,
-    temperature: float = 1.0,
+    temperature: float | int = 1.0,
     top_k: int | None = None,
-    top_p: float | None = None,
+    top_p: float | int | None = None,
 ) -> Float[Tensor, "... d_vocab"]:
     """The distribution that :func:`generate` draws from: temperature, then top-k, then top-p; float64.
 
@@ -111,7 +111,11 @@ def probabilities(
 
 
 def _draw(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+    logits: Tensor,
+    temperature: float | int,
+    top_k: int | None,
+    top_p: float | int | None,
+    generator: torch.Generator | None,
 ) -> Int[Tensor, " batch"]:
     """One id per row, drawn on the CPU so that a seed means the same on every device."""
     logits = logits.cpu()
@@ -139,7 +143,7 @@ def _new_cache(model: Transformer, kind: str, length: int) -> Cache | None:
     return None if kind == "none" else Cache(config, recurrent=kind == "recurrent")
 
 
-def _check_options(temperature: float, top_k: int | None, top_p: float | None, max_new_tokens: int) -> None:
+def _check_options(temperature: float | int, top_k: int | None, top_p: float | int | None, max_new_tokens: int) -> None:
     if not _is_number(temperature) or not math.isfinite(temperature) or temperature < 0:
         raise ValueError(f"temperature must be a finite number >= 0 (0 is greedy), got {temperature!r}")
     if top_k is not None and (not _is_integer(top_k) or top_k < 1):

@@ -23,7 +23,7 @@ POSITIVE, NEGATIVE = "#c0392b", "#2f6fb7"
 _LIMIT = 2**22
 
 
-def spectrum(values: Tensor | Sequence[float], *, title: str = "Eigenvalues", top: int = 64) -> go.Figure:
+def spectrum(values: Tensor | Sequence[float | int], *, title: str = "Eigenvalues", top: int = 64) -> go.Figure:
     """Signed eigenvalues of one direction, by falling magnitude: (k,)."""
     v = _array("values", values, 1)
     v = v[np.argsort(-np.abs(v), kind="stable")][:top]
@@ -33,7 +33,7 @@ def spectrum(values: Tensor | Sequence[float], *, title: str = "Eigenvalues", to
 
 def eigenvectors(
     vectors: Tensor,
-    values: Tensor | Sequence[float],
+    values: Tensor | Sequence[float | int],
     scores: Tensor,
     labels: Sequence[str],
     *,
@@ -142,10 +142,10 @@ def similarity(matrix: Tensor, *, rows: Sequence[str], columns: Sequence[str], t
 
 
 def truncation(
-    kept: Sequence[float],
-    curves: Mapping[str, Sequence[float]],
+    kept: Sequence[float | int],
+    curves: Mapping[str, Sequence[float | int]],
     *,
-    errors: Mapping[str, Sequence[float]] | None = None,
+    errors: Mapping[str, Sequence[float | int]] | None = None,
     title: str = "Truncation",
     y: str = "change of cross-entropy (nats)",
 ) -> go.Figure:
@@ -174,7 +174,12 @@ def lambdas(net: "Extracted", *, title: str = "Mixing scalars by layer") -> go.F
 
 
 def lines(
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, title: str, x: str, y: str, subtitle: str = ""
+    curves: Mapping[str, tuple[Sequence[float | int], Sequence[float | int]]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    subtitle: str = "",
 ) -> go.Figure:
     """Named lines, each a pair of x and y values."""
     figure = go.Figure()
@@ -183,7 +188,7 @@ def lines(
     return _styled(figure, title, subtitle, x=x, y=y)
 
 
-def _array(name: str, x: Tensor | Sequence[float], ndim: int) -> np.ndarray:
+def _array(name: str, x: Tensor | Sequence[float | int], ndim: int) -> np.ndarray:
     array = x.detach().cpu().double().numpy() if isinstance(x, Tensor) else np.asarray(x, dtype=float)
     if array.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} axes, got shape {array.shape}")

@@ -7,7 +7,7 @@ about ``4 d**2 / 3`` tokens for equal widths d (``docs/kernels.md``).
 """
 
 import copy
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from jaxtyping import Inexact
@@ -95,7 +95,7 @@ class State:
         self._check_count(len(queries), 1)
         return narrow(self._answer(list(queries), causal=False), queries[0].dtype)
 
-    def fork(self) -> Self:
+    def fork(self) -> "State":
         """An independent continuation that shares the past without copying it."""
         other = copy.copy(self)
         other._keys = list(self._keys)

@@ -493,9 +493,10 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def _buckets(sums: list[float], windows: int) -> list[list[float]]:
+def _buckets(sums: list[float], windows: int) -> list[list[int | float]]:
     """``[start, stop, mean loss]`` of positions 0..63, then doubling."""
-    buckets, start, stop = [], 0, 64
+    buckets: list[list[int | float]] = []
+    start, stop = 0, 64
     while start < len(sums):
         stop = min(stop, len(sums))
         buckets.append([start, stop, sum(sums[start:stop]) / (stop - start) / windows])
