@@ -5,7 +5,7 @@ import torch
 
 from tests.interp.test_extraction import make
 from tnlm.evaluate import cross_entropy
-from tnlm.interp.ablation import ablate, ablation, delta_ce, with_mlp
+from tnlm.interp.ablation import ablate, ablation_edits, delta_ce, with_mlp
 from tnlm.interp.bilinear import BilinearTensor
 from tnlm.interp.extraction import extract
 from tnlm.points import record
@@ -38,15 +38,15 @@ def test_mean_and_resample_take_values_of_the_reference():
     reference = torch.randint(0, 11, (4, 6))
     name = "blocks.0.hook_mlp_out"
     value = record(model, reference, [name])[name]
-    edits = ablation(model, tokens, name, "mean", reference=reference)
+    edits = ablation_edits(model, tokens, name, "mean", reference=reference)
     torch.testing.assert_close(edits[name](torch.zeros(3, 6, 30, dtype=torch.float64))[1, 2], value.mean((0, 1)))
     same = record(model, tokens, [name])[name]
-    resampled = ablation(model, tokens, name, "resample", seed=1)[name](same)
+    resampled = ablation_edits(model, tokens, name, "resample", seed=1)[name](same)
     for row in range(3):
         matches = [other for other in range(3) if torch.equal(resampled[row], same[other])]
         assert len(matches) == 1
         assert matches[0] != row
-    again = ablation(model, tokens, name, "resample", seed=1)[name](same)
+    again = ablation_edits(model, tokens, name, "resample", seed=1)[name](same)
     torch.testing.assert_close(again, resampled, rtol=0, atol=0)
 
 
@@ -71,7 +71,7 @@ def test_delta_ce_is_the_paired_difference_of_cross_entropies():
     assert cost.error > 0
     nothing = delta_ce(net, {}, tokens)
     assert (nothing.mean, nothing.kl) == (0, 0)
-    one = delta_ce(net, ablation(model, tokens[:1, :-1], "blocks.1.hook_mlp_out", "zero"), tokens[:1])
+    one = delta_ce(net, ablation_edits(model, tokens[:1, :-1], "blocks.1.hook_mlp_out", "zero"), tokens[:1])
     assert one.error is None
 
 

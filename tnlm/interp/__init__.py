@@ -21,7 +21,7 @@ _EXPORTS = {
     "paths": "gating",
     "path_table": "tables",
     "ablate": "ablation",
-    "ablation": "ablation",
+    "ablation_edits": "ablation",
     "delta_ce": "ablation",
     "DeltaCE": "ablation",
     "with_mlp": "ablation",

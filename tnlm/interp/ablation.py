@@ -49,12 +49,12 @@ def ablate(
         ValueError: An unknown point (close matches are named), a head out of range, or a reference that does not fit.
     """
     model = extract(net).model if not isinstance(net, Extracted) else net.model
-    edits = ablation(model, tokens, what, how, reference=reference, seed=seed)
+    edits = ablation_edits(model, tokens, what, how, reference=reference, seed=seed)
     with intervene(model, edits):
         return model(tokens)
 
 
-def ablation(
+def ablation_edits(
     model: Transformer,
     tokens: Int[Tensor, "batch seq"],
     what: What | Sequence[What],
@@ -149,7 +149,7 @@ def delta_ce(
     """What an edit costs: cross-entropy of the edited minus that of the model, paired by sequence.
 
     Args:
-        edited: An edited copy (:func:`with_mlp`), or edits at named points (:func:`ablation`).
+        edited: An edited copy (:func:`with_mlp`), or edits at named points (:func:`ablation_edits`).
         tokens: Held-out rows; each predicts its last ``seq`` tokens from the first ``seq``. Released models with two
             query-key pairs: at most 512 positions.
 
