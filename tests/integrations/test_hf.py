@@ -221,9 +221,14 @@ def trained():
     return tokenizer.train_bpe([text * 9], 290)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bytes", "trained"])
+@pytest.mark.parametrize("name", ["gpt2", "bytes", "trained", "own"])
 def test_tokenizers_agree_id_for_id(name, trained, tmp_path):
-    ours = trained if name == "trained" else tokenizer.get(name)
+    if name == "own":  # " plain" is no join of two tokens: only a whole word gives it
+        tokens = [*(bytes([byte]) for byte in range(256)), b" plain", b"he", b"er", b"here"]
+        ours = tokenizer.Tokenizer("own", tokens, eot=True)
+        assert 256 in ours.encode("is plain text")
+    else:
+        ours = trained if name == "trained" else tokenizer.get(name)
     theirs = hf.hf_tokenizer(ours, n_ctx=64)
     theirs.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -267,7 +272,14 @@ def test_a_file_of_questions_runs_offline(tmp_path, monkeypatch, trained):
     def no_network(*args, **options):
         raise AssertionError("the network was asked for")
 
+    asked, answer = [], HFLM.loglikelihood
+
+    def spy(lm, requests, **options):
+        asked.extend(request.args for request in requests)
+        return answer(lm, requests, **options)
+
     monkeypatch.setattr("socket.socket.connect", no_network)
+    monkeypatch.setattr(HFLM, "loglikelihood", spy)
     model = build(tiny(d_vocab=290, d_vocab_used=290, n_ctx=64), dtype=torch.float32)
     rows = [{"context": f"the {i} cat", "choices": [" sat", " on the mat", " hat."], "answer": i % 3} for i in range(7)]
     lines = tmp_path / "cats.jsonl"
@@ -285,6 +297,7 @@ def test_a_file_of_questions_runs_offline(tmp_path, monkeypatch, trained):
     assert scores["cats"]["acc"] == pytest.approx(right / 7)
     assert scores["cats"].keys() == {"acc", "acc_stderr", "acc_norm", "acc_norm_stderr"}
     assert scores["cats"] == scores["same"]
+    assert set(asked) == {(row["context"], choice) for row in rows for choice in row["choices"]}
     few = hf.evaluate_tasks(bytes_model(), tokenizer.get("bytes"), [str(lines)], limit=2)
     assert few["cats"]["acc"] in (0.0, 0.5, 1.0)
 

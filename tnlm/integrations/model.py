@@ -195,7 +195,7 @@ class _Past(Cache):
                 f"cache must be a DynamicCache, got {type(cache).__name__}: unused slots would count as keys, since no "
                 "softmax masks them"
             )
-        self.length = 0 if _stateless(config) else int(cache.get_seq_length())
+        self.length = int(cache.get_seq_length())
         self.layers = [_PastLayer(cache, layer) for layer in range(config.n_layer)]
 
     def advance(self, new: int) -> None:
