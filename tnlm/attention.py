@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tnlm.cache import LayerCache, LayerState
 from tnlm.config import ModelConfig
-from tnlm.kernels import bilinear_attention, squared_attention
+from tnlm.kernels import Implementation, bilinear_attention, squared_attention
 from tnlm.kernels.precision import accumulation_dtype, narrow
 from tnlm.mlp import linear
 from tnlm.network import Network
@@ -46,12 +46,13 @@ class Attention(nn.Module):
         self,
         config: ModelConfig,
         *,
-        implementation: str = "auto",
+        implementation: Implementation = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.kind, self.implementation = config.attention, implementation
+        self.kind = config.attention
+        self.implementation: Implementation = implementation
         self.n_head, self.d_model, self.d_head = config.n_head, config.d_model, config.d_head
         self.d_qk: int = config.d_qk  # type: ignore[assignment]
         self.rotary_base, self.rotary_table_dtype = config.rotary_base, getattr(torch, config.rotary_table_dtype)
@@ -134,11 +135,11 @@ class Attention(nn.Module):
             q1, k1, q2, k2 = qk
             return bilinear_attention(q1, k1, q2, k2, v, implementation=self.implementation)
         if self.kind == "squared":
-            return squared_attention(*qk, v, implementation=self.implementation)
+            return squared_attention(qk[0], qk[1], v, implementation=self.implementation)
         if self.kind == "squared_normalized":
-            return self._squared_normalized(*qk, v)
+            return self._squared_normalized(qk[0], qk[1], v)
         if self.kind == "softmax":
-            return _softmax_attention(*qk, v, scale=self.d_qk**-0.5)
+            return _softmax_attention(qk[0], qk[1], v, scale=self.d_qk**-0.5)
         q1, k1, q2, k2 = qk
         first, second = (_softmax_attention(q, k, v, scale=1 / self.d_qk) for q, k in ((q1, k1), (q2, k2)))
         return first - self.bilinear_lamb.to(v.dtype) * second

@@ -48,9 +48,9 @@ class ModelConfig:
     """Longest sequence, in tokens, that forward accepts."""
     mlp: MLPKind = "bilinear"
     attention: AttentionKind = "bilinear"
-    d_qk: int | None = None
+    d_qk: int = None  # type: ignore[assignment]  # an int from __post_init__ on
     """Width of queries and keys per head, even; ``None`` means ``d_model // n_head``."""
-    d_vocab_used: int | None = None
+    d_vocab_used: int = None  # type: ignore[assignment]
     """Ids from here on are padding (50257 in the released models); ``None`` means ``d_vocab``."""
     norm: NormKind = "rms"
     norm_eps: float = FP32_EPS
@@ -305,7 +305,8 @@ class ModelConfig:
         if unknown or missing:
             raise ValueError(
                 f"{source} does not fit ModelConfig: missing {', '.join(missing) or 'none'}; "
-                f"unexpected {', '.join(f'{k}={values[k]!r}' for k in unknown) or 'none'}. Known keys: {', '.join(known)}"
+                f"unexpected {', '.join(f'{k}={values[k]!r}' for k in unknown) or 'none'}. "
+                f"Known keys: {', '.join(known)}"
             )
         try:
             return cls(**{k: v for k, v in values.items() if k in known})

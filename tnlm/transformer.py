@@ -1,5 +1,6 @@
 """The transformer, top to bottom as the equations read."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from tnlm.attention import Attention
 from tnlm.cache import Cache, LayerCache, LayerState
 from tnlm.config import ModelConfig
+from tnlm.kernels import Implementation
 from tnlm.mlp import MLP, linear
 from tnlm.network import Network
 from tnlm.norm import NoNorm, RMSNorm
@@ -21,9 +23,9 @@ TOKEN_DTYPES = (torch.int64, torch.int32)
 class Embedding(nn.Module):
     """Token rows of ``w_e`` (d_vocab, d_model), initialised N(0, 1)."""
 
-    def __init__(self, d_vocab: int, d_model: int, **new: object) -> None:
+    def __init__(self, d_vocab: int, d_model: int, **new: Any) -> None:
         super().__init__()
-        self.w_e = nn.Parameter(torch.empty(d_vocab, d_model, **new))  # type: ignore[call-overload]
+        self.w_e = nn.Parameter(torch.empty(d_vocab, d_model, **new))
         nn.init.normal_(self.w_e)
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Shaped[Tensor, "batch seq d_model"]:
@@ -33,9 +35,9 @@ class Embedding(nn.Module):
 class Unembedding(nn.Module):
     """``w_u x``, ``w_u`` (d_vocab, d_model), initialised to zero: the first loss is ``ln d_vocab``."""
 
-    def __init__(self, d_vocab: int, d_model: int, **new: object) -> None:
+    def __init__(self, d_vocab: int, d_model: int, **new: Any) -> None:
         super().__init__()
-        self.w_u = nn.Parameter(torch.zeros(d_vocab, d_model, **new))  # type: ignore[call-overload]
+        self.w_u = nn.Parameter(torch.zeros(d_vocab, d_model, **new))
 
     def forward(self, x: Shaped[Tensor, "batch seq d_model"]) -> Shaped[Tensor, "batch seq d_vocab"]:
         return linear(x, self.w_u)
@@ -44,21 +46,21 @@ class Unembedding(nn.Module):
 class Block(nn.Module):
     """``x <- a x + b x0;  x <- x + attn(norm(x));  x <- x + mlp(norm(x))``, ``(a, b) = lambdas``."""
 
-    def __init__(self, config: ModelConfig, **new: object) -> None:
+    def __init__(self, config: ModelConfig, **new: Any) -> None:
         super().__init__()
-        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0], **new)) if config.x0_mixing else None  # type: ignore[call-overload]
+        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0], **new)) if config.x0_mixing else None
         self.hook_resid_pre = nn.Identity()
         self.hook_resid_mixed = nn.Identity()
         self.attn = self.mlp = None
         if config.attention != "none":
             self.ln1 = _norm(config)
-            self.attn = Attention(config, **new)  # type: ignore[arg-type]
+            self.attn = Attention(config, **new)
             self.hook_attn_out = nn.Identity()
         if config.mlp != "none":
             self.hook_resid_mid = nn.Identity()
             self.ln2 = _norm(config)
             sizes = {"d_in": config.d_model, "d_hidden": config.d_hidden, "d_out": config.d_model}
-            self.mlp = MLP(kind=config.mlp, bias=config.mlp_bias, **sizes, **new)  # type: ignore[arg-type]
+            self.mlp = MLP(kind=config.mlp, bias=config.mlp_bias, **sizes, **new)
             self.hook_mlp_out = nn.Identity()
         self.hook_resid_post = nn.Identity()
 
@@ -101,7 +103,7 @@ class Transformer(nn.Module):
         self,
         config: ModelConfig,
         *,
-        implementation: str = "auto",
+        implementation: Implementation = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -114,12 +116,13 @@ class Transformer(nn.Module):
         if config.embedding_norm:
             self.ln_embed = _norm(config)
         self.hook_embed = nn.Identity()
-        self.blocks = nn.ModuleList(Block(config, **new) for _ in range(config.n_layer))
+        blocks = nn.ModuleList(Block(config, **new) for _ in range(config.n_layer))
+        self.blocks: Sequence[Block] = blocks  # type: ignore[assignment]
         self.ln_final = _norm(config)
         self.unembed = Unembedding(config.d_vocab, config.d_model, **new)
         self.set_implementation(implementation)
 
-    def set_implementation(self, implementation: str) -> None:
+    def set_implementation(self, implementation: Implementation) -> None:
         """Choose the attention implementation of every block; see :mod:`tnlm.kernels`."""
         for block in self.blocks:
             if block.attn is not None:

@@ -216,7 +216,7 @@ def explain(
             _mlp_rows(net, l, double, read, factor, components, add)
         elif net.config.mlp != "none":
             out = double[f"blocks.{l}.hook_mlp_out"][0, -1]
-            add(Row("mlp", float(factor * (read @ out)), layer=l), lambda out=out: out)
+            add(Row("mlp", float(factor * (read @ out)), layer=l), lambda out=out: out)  # type: ignore[misc]
     with torch.no_grad():
         logit = _logit(net.model, tokens, target, foil)
     ranked = tuple(sorted(rows, key=lambda row: -abs(row.value)))

@@ -143,7 +143,7 @@ class Extracted:
     def scalars(self) -> Scalars:
         """The mixing scalars of every layer; what a layer lacks is 1, 0, 0, 0."""
         blocks = self.model.blocks
-        like = {"dtype": self.unembed.dtype, "device": self.unembed.device}
+        like: dict[str, Any] = {"dtype": self.unembed.dtype, "device": self.unembed.device}
         lambdas = [torch.tensor([1.0, 0.0], **like) if b.lambdas is None else self.cast(b.lambdas) for b in blocks]
 
         def scalar(name: str) -> Tensor:
@@ -232,7 +232,7 @@ class AttentionLayer:
 
     @property
     def module(self) -> Attention:
-        return self.net.model.blocks[self.layer].attn
+        return self.net.model.blocks[self.layer].attn  # type: ignore[return-value]
 
     def __len__(self) -> int:
         return self.module.n_head
