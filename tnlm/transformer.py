@@ -59,8 +59,8 @@ class Block(nn.Module):
         if config.mlp != "none":
             self.hook_resid_mid = nn.Identity()
             self.ln2 = _norm(config)
-            sizes = {"d_in": config.d_model, "d_hidden": config.d_hidden, "d_out": config.d_model}
-            self.mlp = MLP(kind=config.mlp, bias=config.mlp_bias, **sizes, **new)
+            width, hidden = config.d_model, config.d_hidden
+            self.mlp = MLP(kind=config.mlp, bias=config.mlp_bias, d_in=width, d_hidden=hidden, d_out=width, **new)
             self.hook_mlp_out = nn.Identity()
         self.hook_resid_post = nn.Identity()
 

@@ -65,7 +65,8 @@ def ablation_edits(
 ) -> dict[str, Callable[[Tensor], Tensor]]:
     """The edits that :func:`ablate` makes, for :func:`tnlm.points.intervene` or :func:`delta_ce`."""
     check_choice("how", how, ("zero", "mean", "resample"))
-    parts = [what] if isinstance(what, str) or (isinstance(what, tuple) and isinstance(what[1], int)) else list(what)
+    single = isinstance(what, str) or (isinstance(what, tuple) and isinstance(what[1], int))
+    parts: list[What] = [what] if single else list(what)  # type: ignore[list-item, arg-type]
     heads: dict[str, list[int] | None] = {}
     for part in parts:
         name, head = (part, None) if isinstance(part, str) else part
