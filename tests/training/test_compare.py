@@ -146,8 +146,10 @@ class TestSyntheticLaw:
         assert e3.value == pytest.approx(0)
         assert 0 < e3.censored < 1
         assert e3.low <= 0 <= e3.high
-        few = compare(make_arm([100]), make_arm([100], name="v")).e3
-        assert (few.status, few.note) == ("not comparable", "the base has no two evaluations before step 62")
+        few = compare(make_arm([50]), make_arm([50], name="v")).e3
+        assert (few.status, few.note) == ("not comparable", "the base has no two evaluations before step 31")
+        apart = compare(make_arm([1000]), make_arm([1000], x=-0.95, name="v")).e3
+        assert (apart.status, apart.note) == ("not comparable", "the constant-rate phases share no loss level")
 
     def test_warm_down_bias_has_the_signs_of_the_theory(self):
         result = compare(make_arm([1000]), make_arm([950, 1000, 1100], x=0.04, name="variant"))

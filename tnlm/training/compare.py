@@ -303,11 +303,11 @@ def _stable_phase(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
     (base_steps, base_curves), (variant_steps, variant_curves) = phases
     lowest = [np.minimum.accumulate(curves[0]) for _, curves in phases]
     high, low = min(line[0] for line in lowest), max(line[-1] for line in lowest)
-    levels = np.array([level for level in lowest[0] if low <= level <= high])
-    if len(levels) < 3:
-        note = f"the constant-rate phases share {len(levels)} evaluated loss levels, three are needed"
-        return Reading("not comparable", note=note)
-    levels = levels[np.unique(np.linspace(0, len(levels) - 1, E3_LEVELS).astype(int))]
+    if low >= high:
+        return Reading("not comparable", note="the constant-rate phases share no loss level")
+    # evenly spaced in the base's steps, so that the early steep part does not fill the median
+    ends = cs.first_crossing(base_steps, np.stack([lowest[0]] * 2), np.array([high, low]))
+    levels = np.interp(np.linspace(*ends, E3_LEVELS), base_steps, lowest[0])
     ratios = np.empty((len(base_curves), len(levels)))
     for k, level in enumerate(levels):
         target = np.full(len(ratios), level)
