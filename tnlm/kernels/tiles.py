@@ -35,7 +35,29 @@ SHARED_MEMORY_LIMIT = {"sm_80": 101376, "sm_90": 232448, "gfx942": 65536}
 
 T = Tile
 HALF, SINGLE = 16, 32
-TABLE: dict[tuple[str, int, str], dict[tuple[int, int], Row]] = {
+Rows = dict[tuple[int, int], Row]
+
+_SINGLE_NVIDIA: dict[str, Rows] = {
+    "bilinear": {
+        (16, 16): Row(T(64, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 8, 1)),
+        (32, 32): Row(T(64, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 8, 1)),
+        (32, 64): Row(T(64, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 8, 1)),
+        (64, 64): Row(T(32, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 8, 1)),
+        (64, 128): Row(T(32, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 8, 1)),
+        (128, 128): Row(T(16, 16, 8, 2), T(32, 16, 8, 2), T(16, 32, 16, 2)),
+    },
+    "squared": {
+        (16, 16): Row(T(64, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 8, 1)),
+        (32, 32): Row(T(64, 32, 4, 1), T(32, 32, 8, 1), T(32, 32, 8, 1)),
+        (32, 64): Row(T(32, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 8, 1)),
+        (64, 64): Row(T(64, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 8, 1)),
+        (64, 128): Row(T(32, 32, 8, 1), T(32, 32, 8, 1), T(16, 32, 8, 2)),
+        (128, 128): Row(T(32, 32, 8, 1), T(32, 16, 8, 2), T(16, 32, 8, 1)),
+    },
+}
+"""Float32 matmuls are exact, on plain multiply-adds, whose operands fill registers: one table for both targets."""
+
+TABLE: dict[tuple[str, int, str], Rows] = {
     ("sm_90", HALF, "bilinear"): {
         (16, 16): Row(T(128, 64, 4, 3), T(64, 64, 4, 2), T(64, 64, 4, 2)),
         (32, 32): Row(T(128, 64, 4, 3), T(64, 64, 4, 2), T(64, 64, 4, 2)),
@@ -52,10 +74,8 @@ TABLE: dict[tuple[str, int, str], dict[tuple[int, int], Row]] = {
         (64, 128): Row(T(128, 64, 8, 3), T(64, 64, 8, 2), T(64, 64, 8, 2)),
         (128, 128): Row(T(128, 64, 8, 3), T(64, 64, 8, 2), T(64, 64, 8, 2)),
     },
-    ("sm_90", SINGLE, "bilinear"): {
-        widths: Row(T(64, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 8, 1)) for widths in WIDTHS
-    },
-    ("sm_90", SINGLE, "squared"): {widths: Row(T(64, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 8, 1)) for widths in WIDTHS},
+    ("sm_90", SINGLE, "bilinear"): _SINGLE_NVIDIA["bilinear"],
+    ("sm_90", SINGLE, "squared"): _SINGLE_NVIDIA["squared"],
     ("sm_80", HALF, "bilinear"): {
         (16, 16): Row(T(64, 64, 4, 2), T(64, 64, 4, 2), T(32, 64, 4, 2)),
         (32, 32): Row(T(64, 64, 4, 2), T(64, 64, 4, 2), T(32, 64, 4, 2)),
@@ -72,18 +92,12 @@ TABLE: dict[tuple[str, int, str], dict[tuple[int, int], Row]] = {
         (64, 128): Row(T(64, 32, 4, 2), T(64, 32, 4, 2), T(32, 32, 4, 2)),
         (128, 128): Row(T(64, 32, 4, 2), T(64, 32, 4, 2), T(32, 32, 4, 2)),
     },
-    ("sm_80", SINGLE, "bilinear"): {
-        widths: Row(T(32, 32, 8, 1), T(32, 16, 8, 1), T(16, 32, 8, 1)) for widths in WIDTHS
-    },
-    ("sm_80", SINGLE, "squared"): {widths: Row(T(32, 32, 8, 1), T(32, 16, 8, 1), T(16, 32, 8, 1)) for widths in WIDTHS},
-    ("gfx942", HALF, "bilinear"): {widths: Row(T(64, 32, 4, 2), T(64, 32, 4, 2), T(32, 32, 4, 2)) for widths in WIDTHS},
-    ("gfx942", HALF, "squared"): {widths: Row(T(64, 32, 4, 2), T(64, 32, 4, 2), T(32, 32, 4, 2)) for widths in WIDTHS},
-    ("gfx942", SINGLE, "bilinear"): {
-        widths: Row(T(32, 32, 4, 1), T(32, 32, 4, 1), T(32, 32, 4, 1)) for widths in WIDTHS
-    },
-    ("gfx942", SINGLE, "squared"): {
-        widths: Row(T(32, 32, 4, 1), T(32, 32, 4, 1), T(32, 32, 4, 1)) for widths in WIDTHS
-    },
+    ("sm_80", SINGLE, "bilinear"): _SINGLE_NVIDIA["bilinear"],
+    ("sm_80", SINGLE, "squared"): _SINGLE_NVIDIA["squared"],
+    ("gfx942", HALF, "bilinear"): dict.fromkeys(WIDTHS, Row(T(64, 32, 4, 2), T(64, 32, 4, 2), T(32, 32, 4, 2))),
+    ("gfx942", HALF, "squared"): dict.fromkeys(WIDTHS, Row(T(64, 32, 4, 2), T(64, 32, 4, 2), T(32, 32, 4, 2))),
+    ("gfx942", SINGLE, "bilinear"): dict.fromkeys(WIDTHS, Row(T(64, 32, 8, 1), T(32, 32, 4, 1), T(32, 32, 4, 1))),
+    ("gfx942", SINGLE, "squared"): dict.fromkeys(WIDTHS, Row(T(64, 32, 8, 1), T(32, 32, 4, 1), T(32, 32, 4, 1))),
 }
 
 
