@@ -609,3 +609,11 @@ def test_curves_of_a_cell_share_their_steps():
     steps, losses = Arm([short, long, fewer], "base").curves(1000)
     assert steps.tolist() == [0, 500, 1000]
     np.testing.assert_array_equal(losses[2], [9, 4, 3])
+
+
+def test_the_documented_example(monkeypatch, capsys):
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    (code,) = re.findall(r"```python\n(.*?)```", (root / "docs" / "comparison.md").read_text(), re.DOTALL)
+    exec(code, {})
+    assert "E1 matched  not bracketed" in capsys.readouterr().out
