@@ -22,7 +22,18 @@ def rotary_tables(
     frequency = base ** (-torch.arange(0, d, 2, dtype=torch.float32, device=device) / d)
     position = torch.arange(start, start + seq, dtype=torch.float32, device=device)
     angle = torch.outer(position, frequency)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return _round(angle.cos(), dtype), _round(angle.sin(), dtype)
+
+
+def _round(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """``x.to(dtype)`` that stays rounded under torch.compile, whose fusion drops a cast to bf16 and back.
+
+    Rounding to nearest even on the bits of the float32 makes the cast that follows exact.
+    """
+    if dtype == torch.bfloat16:
+        bits = x.view(torch.int32)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+    return x.to(dtype)
 
 
 def rotate(
