@@ -31,10 +31,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 try:
     import jaxtyping  # noqa: F401
-except ImportError:  # only annotations need it
-    stub = ModuleType("jaxtyping")
-    stub.__getattr__ = lambda name: type(name, (), {"__class_getitem__": classmethod(lambda cls, item: item[0])})
-    sys.modules["jaxtyping"] = stub
+except ImportError:
+
+    class Annotations(ModuleType):
+        """Stands in for jaxtyping, which only annotations need: ``Float[Tensor, "..."]`` is ``Tensor``."""
+
+        def __getattr__(self, name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {"__class_getitem__": classmethod(lambda cls, item: item[0])})
+
+    sys.modules["jaxtyping"] = Annotations("jaxtyping")
 
 import torch
 import torch.nn.functional as F
