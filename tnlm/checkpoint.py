@@ -18,7 +18,7 @@ from tnlm.config import ModelConfig
 from tnlm.layouts import Layout, to_published
 from tnlm.resolve import MANIFEST, SAVED, Found, find, is_own_weights, locate
 from tnlm.transformer import Transformer
-from tnlm.weightfiles import Stored, find_nonfinite, list_names, read_json
+from tnlm.weightfiles import Stored, count_nonfinite, list_names, read_json
 
 __all__ = ["load", "read_config", "save", "to_published"]
 
@@ -63,12 +63,17 @@ def load(
     table.check(_shapes(tensors), label=found.label, config=config)
     _check_values(tensors, table.checks, label=found.label)
 
-    model = Transformer(config, device="meta")
-    state = {}
+    model = layouts.structure(config)
+    state: dict[str, Tensor] = {}
+    nonfinite: dict[str, int] = {}
     for name, p in model.state_dict().items():
-        stored_dtype = tensors[table.rows[name][0][0]].dtype
+        keys, _ = table.rows[name]
+        # Just before they are copied: the second reading then comes from the processor's cache
+        nonfinite |= {key: count_nonfinite(tensors[key]) for key in keys if key not in nonfinite}
         made = table.make(name, tensors).reshape(p.shape)
-        state[name] = _own(made, device=place, dtype=wanted or stored_dtype)
+        state[name] = _own(made, device=place, dtype=wanted or tensors[keys[0]].dtype)
+    if bad := [f"{key} ({n} of {tensors[key].numel()})" for key, n in nonfinite.items() if n]:
+        raise ValueError(f"checkpoint {found.label} holds NaN or infinite weights: {list_names(bad)}; it is of no use")
     model.load_state_dict(state, assign=True)
     # past nn.Module's own __setattr__, whose annotation knows tensors and modules only
     object.__setattr__(model, "source", {**found.source, "weights": found.weights.name, "layout": layout.name})
@@ -203,8 +208,6 @@ def _check_values(tensors: Mapping[str, Tensor], checks: Mapping[str, Any], *, l
     whole = [f"{key} ({t.dtype})" for key, t in tensors.items() if not t.is_floating_point()]
     if whole:
         raise ValueError(f"checkpoint {label} must hold floating-point weights, got {list_names(whole)}")
-    if found := find_nonfinite(tensors):
-        raise ValueError(f"checkpoint {label} holds NaN or infinite weights: {list_names(found)}; it is of no use")
     for key, check in checks.items():
         if key in tensors and (defect := check(tensors[key])):
             raise ValueError(f"checkpoint {label}: {key} {defect}")

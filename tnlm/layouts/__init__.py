@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tnlm.config import ModelConfig
 from tnlm.layouts.decomposition import DECOMPOSITION
@@ -14,7 +15,7 @@ from tnlm.layouts.toys import CYCLE, TOY, TWO_LAYER
 from tnlm.transformer import Transformer
 from tnlm.weightfiles import list_names
 
-__all__ = ["LAYOUTS", "OURS", "Layout", "Table", "recognise", "tie", "to_published"]
+__all__ = ["LAYOUTS", "OURS", "Layout", "Table", "recognise", "structure", "tie", "to_published"]
 
 
 def _read_ours(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
@@ -25,9 +26,26 @@ def _read_ours(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: s
 
 def _our_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> Table:
     table = Table()
-    for name, p in Transformer(config, device="meta").state_dict().items():
+    for name, p in structure(config).state_dict().items():
         table.add(name, name, p.shape)
     return table
+
+
+class _WithoutInit(TorchFunctionMode):
+    """Leaves parameters as they are: on meta there is nothing to fill, and asking costs a second of imports."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def structure(config: ModelConfig) -> Transformer:
+    """The modules of a model, its parameters on the meta device."""
+    with _WithoutInit():
+        return Transformer(config, device="meta")
 
 
 OURS = Layout("tnlm", (r"embed\.w_e",), _read_ours, _our_table)
