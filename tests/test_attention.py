@@ -86,6 +86,16 @@ def test_value_residual_mixes_with_block_zero_before_its_own_mixing():
     torch.testing.assert_close(mixed, v)
 
 
+def test_an_edit_of_mixed_values_stays_in_its_block():
+    """Later blocks mix with block 0's ``hook_v``, which an edit of its ``hook_v_mixed`` leaves alone."""
+    model, tokens = build(tiny()), ids(2, 5)
+    (v0,) = values(model, tokens, 0, "attn.hook_v")
+    with intervene(model, {"blocks.0.attn.hook_v_mixed": torch.zeros_like}):
+        v, mixed = values(model, tokens, 1, "attn.hook_v", "attn.hook_v_mixed")
+    m = model.blocks[1].attn.lamb
+    torch.testing.assert_close(mixed, (1 - m) * v + m * v0)
+
+
 def test_each_head_of_queries_and_keys_is_normed_alone_and_before_the_rotation():
     model, tokens = build(tiny()), ids(2, 5)
     q, scale, normed, rotated = values(

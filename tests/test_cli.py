@@ -200,6 +200,16 @@ def test_report_writes_a_page(saved, text, tmp_path, capsys):
     assert "<html" in (tmp_path / "r.html").read_text()
 
 
+@pytest.mark.slow
+def test_eval_runs_tasks(saved, tmp_path, capsys):
+    questions = [{"context": "It is", "choices": [" a", " b"], "answer": i} for i in (0, 1)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    code, record, _ = run(capsys, "eval", saved, "--tasks", tmp_path / "q.jsonl")
+    assert code == 0
+    assert record["tasks"]["q"]["acc"] == 0.5
+    assert run(capsys, "eval", saved, "--tasks", tmp_path / "missing.jsonl")[0] == 2
+
+
 def test_verify_runs_its_three_checks(saved, capsys):
     code, record, _ = run(capsys, "verify", saved)
     assert code == 0
