@@ -6,7 +6,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(PY) -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help demo test check check-all test-gpu types lint notebooks docs bench clean
+.PHONY: help demo test test-typed compile-kernels check check-all test-gpu types lint notebooks docs bench clean
 
 help:
 	@echo "make demo       install, train two nano models on a CPU, compare, decompose one, write an HTML page (minutes)"
@@ -40,6 +40,14 @@ demo: $(VENV)/.base
 
 test: $(VENV)/.test
 	$(PYTEST) tests
+	$(PYTEST) tests/kernels/interpreter  # its own process: the interpreter must be on before Triton decorates a kernel
+
+test-typed: $(VENV)/.test  # core and interp once more, every annotated shape checked at run time
+	$(PYTEST) --jaxtyping-packages=tnlm,beartype.beartype -m "not user_error and not slow and not gpu and not network" \
+		--ignore=tests/test_notebooks.py tests/test_*.py tests/interp
+
+compile-kernels: $(VENV)/.test  # ahead of time, without a GPU
+	$(PY) -m tnlm.kernels.triton_compile $(KERNELS)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
@@ -54,7 +62,7 @@ test-gpu: $(VENV)/.test
 	$(PY) -m pytest -q -m gpu tests
 
 notebooks: $(VENV)/.dev
-	TNLM_NOTEBOOK_TINY=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q --nbmake --nbmake-timeout=600 -n 2 notebooks
+	TNLM_NOTEBOOK_TINY=1 PLOTLY_RENDERER=plotly_mimetype OMP_NUM_THREADS=1 $(PY) -m pytest -q --nbmake --nbmake-timeout=600 -n 2 notebooks
 
 docs: $(VENV)/.dev
 	$(PY) docs/build.py
@@ -62,7 +70,10 @@ docs: $(VENV)/.dev
 bench: $(VENV)/.test
 	for b in attention loading interp train_step; do OMP_NUM_THREADS=1 $(PY) benchmarks/$$b.py || exit 1; done
 
-check-all: check test notebooks docs
+check-all: check test test-typed notebooks docs
+	$(PYTEST) -m "slow and not gpu and not network" tests
+	$(PYTEST) -m slow tests/kernels/interpreter || test $$? -eq 5
+	$(MAKE) compile-kernels KERNELS=--all
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info site runs demo
