@@ -12,6 +12,7 @@ from tests.kernels.attention_cases import (
     operands,
     outputs_and_gradients,
 )
+from tnlm.kernels import chunked
 
 IMPLEMENTATIONS = ("eager", "chunked", "recurrent")
 BOTH = pytest.mark.parametrize("kind", FUNCTIONS)
@@ -42,7 +43,7 @@ def test_float64_equals_eager(kind, implementation, causal, seq_q, seq_k, nan_me
 
 
 def test_chunked_in_several_groups_of_heads(monkeypatch):
-    monkeypatch.setattr("tnlm.kernels.chunked.TILE_ELEMENTS", 128 * 130 * 2)
+    monkeypatch.setitem(chunked.TILE_ELEMENTS, "cpu", 128 * 130 * 2)
     for kind in FUNCTIONS:
         tensors = operands(kind, seq_q=130, batch=1, n_head=5)
         got = outputs_and_gradients(kind, tensors, implementation="chunked")

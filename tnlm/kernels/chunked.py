@@ -13,69 +13,103 @@ from torch import Tensor
 from tnlm.kernels.precision import accumulation_dtype, narrow
 
 CHUNK = 128
-"""Query rows per block, the fastest of 32 to 256 on AVX2 at seq 1024 (``benchmarks/attention.py``)."""
-TILE_ELEMENTS = 2**21
-"""Scores held at once, over all heads of a group (8 MiB in float32): bounds memory whatever batch and n_head are."""
+"""Query rows per block, the fastest of 32 to 256 on a CPU at seq 1024."""
+TILE_ELEMENTS = {"cpu": 2**18}
+"""Scores in one tile, over all heads of a group: on a CPU 1 MiB in float32, so that a few tiles stay in cache."""
+TILE_ELEMENTS_ELSEWHERE = 2**26
+"""256 MiB in float32: on a GPU, few large launches count."""
+
+
+class Workspace:
+    """Memory for the score tiles of one call, used again by every block: fresh pages cost as much as a matmul."""
+
+    def __init__(self, q: Tensor, v: Tensor, n_tiles: int) -> None:
+        limit = TILE_ELEMENTS.get(v.device.type, TILE_ELEMENTS_ELSEWHERE)
+        tile = max(1, min(CHUNK, q.shape[1]) * v.shape[1])
+        heads = q.shape[0] * q.shape[2]
+        self.group = max(1, min(heads, limit // tile))
+        options = {"dtype": accumulation_dtype(v.dtype), "device": v.device}
+        self._tiles = [torch.empty(self.group * tile, **options) for _ in range(n_tiles)]
+
+    def groups(self, heads: int) -> Iterator[slice]:
+        """Slices of the folded batch and head axis whose tiles fit."""
+        return (slice(i, i + self.group) for i in range(0, heads, self.group))
+
+    def tile(self, slot: int, heads: int, rows: int, keys: int) -> Tensor:
+        """The memory of one slot as (heads, rows, keys)."""
+        return self._tiles[slot][: heads * rows * keys].view(heads, rows, keys)
+
+    def scores(self, slot: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """All dot products (heads, rows, keys), in the memory of one slot."""
+        tile = self.tile(slot, queries.shape[0], queries.shape[1], keys.shape[1])
+        return torch.bmm(queries, keys.mT, out=tile)
 
 
 def bilinear_forward(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     """Output (batch, seq_q, n_head, d_v) for inputs (batch, seq, n_head, d)."""
+    work = Workspace(q1, v, n_tiles=2)
 
     def block(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, out: Tensor) -> None:
         for rows, keys, mask_ in _blocks(q1.shape[1], v.shape[1], causal):
-            p = torch.bmm(q1[:, rows], k1[:, keys].mT)
-            p.mul_(torch.bmm(q2[:, rows], k2[:, keys].mT)).mul_(scale)
+            p = work.scores(0, q1[:, rows], k1[:, keys])
+            p.mul_(work.scores(1, q2[:, rows], k2[:, keys]))
             torch.bmm(mask_(p), v[:, keys], out=out[:, rows])
 
-    return _forward(block, (q1, k1, q2, k2, v))
+    return _forward(block, work, (q1, k1, q2, k2, v), scale)
 
 
 def bilinear_backward(
     grad: Tensor, q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
     """Gradients of q1, k1, q2, k2 and v, each in the shape and dtype of its operand."""
+    work = Workspace(q1, v, n_tiles=4)
 
     def block(g, q1, k1, q2, k2, v, dq1, dk1, dq2, dk2, dv) -> None:
         for rows, keys, mask_ in _blocks(q1.shape[1], v.shape[1], causal):
             g_rows = g[:, rows] * scale
-            a = mask_(torch.bmm(g_rows, v[:, keys].mT))
-            s1 = mask_(torch.bmm(q1[:, rows], k1[:, keys].mT))
-            s2 = torch.bmm(q2[:, rows], k2[:, keys].mT)
-            dv[:, keys].baddbmm_((s1 * s2).mT, g_rows)
+            a = mask_(work.scores(0, g_rows, v[:, keys]))
+            s1 = mask_(work.scores(1, q1[:, rows], k1[:, keys]))
+            s2 = work.scores(2, q2[:, rows], k2[:, keys])
+            p = torch.mul(s1, s2, out=work.tile(3, *s1.shape))
+            dv[:, keys].baddbmm_(p.mT, g_rows)
             ds1, ds2 = s2.mul_(a), s1.mul_(a)
             torch.bmm(ds1, k1[:, keys], out=dq1[:, rows])
             torch.bmm(ds2, k2[:, keys], out=dq2[:, rows])
             dk1[:, keys].baddbmm_(ds1.mT, q1[:, rows])
             dk2[:, keys].baddbmm_(ds2.mT, q2[:, rows])
 
-    return _backward(block, grad, (q1, k1, q2, k2, v))
+    return _backward(block, work, grad, (q1, k1, q2, k2, v))
 
 
 def squared_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     """Output (batch, seq_q, n_head, d_v) for inputs (batch, seq, n_head, d)."""
+    work = Workspace(q, v, n_tiles=1)
 
     def block(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         for rows, keys, mask_ in _blocks(q.shape[1], v.shape[1], causal):
-            s = torch.bmm(q[:, rows], k[:, keys].mT)
-            torch.bmm(mask_(s.square_().mul_(scale)), v[:, keys], out=out[:, rows])
+            p = work.scores(0, q[:, rows], k[:, keys]).square_()
+            torch.bmm(mask_(p), v[:, keys], out=out[:, rows])
 
-    return _forward(block, (q, k, v))
+    return _forward(block, work, (q, k, v), scale)
 
 
 def squared_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
     """Gradients of q, k and v, each in the shape and dtype of its operand."""
+    work = Workspace(q, v, n_tiles=3)
 
     def block(g, q, k, v, dq, dk, dv) -> None:
         for rows, keys, mask_ in _blocks(q.shape[1], v.shape[1], causal):
             g_rows = g[:, rows] * scale
-            a = torch.bmm(g_rows, v[:, keys].mT)
-            s = mask_(torch.bmm(q[:, rows], k[:, keys].mT))
-            dv[:, keys].baddbmm_((s * s).mT, g_rows)
-            ds = s.mul_(a).mul_(2)
-            torch.bmm(ds, k[:, keys], out=dq[:, rows])
-            dk[:, keys].baddbmm_(ds.mT, q[:, rows])
+            a = work.scores(0, g_rows, v[:, keys])
+            s = mask_(work.scores(1, q[:, rows], k[:, keys]))
+            p = torch.mul(s, s, out=work.tile(2, *s.shape))
+            dv[:, keys].baddbmm_(p.mT, g_rows)
+            # dS = 2 A S; the factor goes onto the narrower operands.
+            ds = s.mul_(a)
+            torch.bmm(ds, 2 * k[:, keys], out=dq[:, rows])
+            dk[:, keys].baddbmm_(ds.mT, 2 * q[:, rows])
 
-    return _backward(block, grad, (q, k, v))
+    return _backward(block, work, grad, (q, k, v))
 
 
 def _blocks(seq_q: int, seq_k: int, causal: bool) -> Iterator[tuple[slice, slice, Callable[[Tensor], Tensor]]]:
@@ -96,30 +130,26 @@ def _blocks(seq_q: int, seq_k: int, causal: bool) -> Iterator[tuple[slice, slice
         yield slice(start, stop), slice(0, keys), mask_
 
 
-def _forward(block: Callable[..., None], operands: tuple[Tensor, ...]) -> Tensor:
-    """Run ``block`` on groups of heads; it fills the output it is handed last."""
+def _forward(block: Callable[..., None], work: Workspace, operands: tuple[Tensor, ...], scale: float) -> Tensor:
+    """Run ``block`` on groups of heads; it fills the output it is handed last, scaled here in one pass."""
     q, v = operands[0], operands[-1]
     packed = [_heads_first(x) for x in operands]
     out = packed[-1].new_empty(packed[0].shape[0], q.shape[1], v.shape[3])
-    for group in _groups(q, v):
+    for group in work.groups(out.shape[0]):
         block(*(x[group] for x in packed), out[group])
-    return narrow(_heads_back(out, v), v.dtype)
+    return narrow(_heads_back(out.mul_(scale), v), v.dtype)
 
 
-def _backward(block: Callable[..., None], grad: Tensor, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _backward(
+    block: Callable[..., None], work: Workspace, grad: Tensor, operands: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     """Run ``block`` on groups of heads; it writes every dQ row once and adds into zeroed dK and dV."""
-    q, v = operands[0], operands[-1]
+    v = operands[-1]
     packed = [_heads_first(x) for x in (grad, *operands)]
     grads = [torch.zeros_like(x) for x in packed[1:]]
-    for group in _groups(q, v):
+    for group in work.groups(packed[0].shape[0]):
         block(*(x[group] for x in packed), *(x[group] for x in grads))
     return tuple(_heads_back(x, v).to(v.dtype) for x in grads)
-
-
-def _groups(q: Tensor, v: Tensor) -> Iterator[slice]:
-    """Slices of the folded batch and head axis, so that one block's scores stay within TILE_ELEMENTS."""
-    size = max(1, TILE_ELEMENTS // max(1, min(CHUNK, q.shape[1]) * v.shape[1]))
-    return (slice(i, i + size) for i in range(0, q.shape[0] * q.shape[2], size))
 
 
 def _heads_first(x: Tensor) -> Tensor:
