@@ -17,7 +17,7 @@ HOMES = {
 }
 
 
-APPLICATION = ("tnlm/cli.py", "tnlm/demo.py")
+APPLICATION = ("tnlm/cli.py", "tnlm/demo.py", "tnlm/zoo.py")
 """These stand above all parts."""
 
 

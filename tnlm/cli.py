@@ -397,7 +397,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return OK if record.get("passed", True) else FAILED
 
 
-def _show_warning(message: Warning | str, *_: object) -> None:
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """The text alone: where in the code a warning arose is of no use at the command line."""
     print(f"tnlm: warning: {message}", file=sys.stderr)
 
 
