@@ -3,9 +3,10 @@
     python benchmarks/loading.py [--repeats N] [--folder DIR]
 
 The file (2.07 GB, random weights, the released layout and dtypes) is written once and read from the page cache. Each
-reading has a process of its own, of one thread unless OMP_NUM_THREADS says otherwise; ours and ``torch.load`` take turns. Memory is anonymous memory (``RssAnon``, sampled),
-which is what a process must own; pages of the mapped file are not counted. Then the file is overwritten with zeros, and
-the loaded parameters must not change. Results are appended as JSON lines to benchmarks/results/.
+reading has a process of its own, of one thread unless OMP_NUM_THREADS says otherwise; ours and ``torch.load`` take
+turns. Memory is anonymous memory (``RssAnon``, sampled), which is what a process must own; pages of the mapped file are
+not counted. Then the file is overwritten with zeros, and the loaded parameters must not change. Results are appended as
+JSON lines to benchmarks/results/.
 """
 
 import argparse
@@ -144,7 +145,7 @@ def main() -> int:
         "benchmark": "loading",
         "date": datetime.date.today().isoformat(),
         "commit": commit,
-        "command": " ".join(["python", "benchmarks/loading.py", *sys.argv[1:]]),
+        "command": f"python benchmarks/loading.py --repeats {options.repeats}",
         "hardware": f"{platform.machine()}, {os.cpu_count()} CPUs, {os.environ.get('OMP_NUM_THREADS', '1')} thread",
         "torch": torch.__version__,
         "config": "released 18 layers, 9 heads, width 1152, bilinear/bilinear",
