@@ -6,12 +6,18 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 MLPKind = Literal["bilinear", "squared", "swiglu", "geglu", "reglu", "glu", "relu2", "relu", "gelu", "none"]
 AttentionKind = Literal["bilinear", "squared", "squared_normalized", "softmax", "differential", "none"]
 NormKind = Literal["rms", "none"]
 TableDtype = Literal["bfloat16", "float32"]
+
+if TYPE_CHECKING:
+    Derived = int
+else:
+    Derived = int | None
+"""A size that may be left out: an int from construction on, which is all that readers of the config see."""
 
 GATED_MLPS = ("bilinear", "swiglu", "geglu", "reglu", "glu")
 POLYNOMIAL_MLPS = ("bilinear", "squared", "none")
@@ -48,9 +54,9 @@ class ModelConfig:
     """Longest sequence, in tokens, that forward accepts."""
     mlp: MLPKind = "bilinear"
     attention: AttentionKind = "bilinear"
-    d_qk: int = None  # type: ignore[assignment]  # an int from __post_init__ on
+    d_qk: Derived = None  # type: ignore[assignment]
     """Width of queries and keys per head, even; ``None`` means ``d_model // n_head``."""
-    d_vocab_used: int = None  # type: ignore[assignment]
+    d_vocab_used: Derived = None  # type: ignore[assignment]
     """Ids from here on are padding (50257 in the released models); ``None`` means ``d_vocab``."""
     norm: NormKind = "rms"
     norm_eps: float = FP32_EPS
