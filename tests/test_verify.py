@@ -143,6 +143,7 @@ def test_record_and_table(tmp_path, cache, files, monkeypatch):
     register(monkeypatch, MODEL.config, files)
     entry = dataclasses.replace(released.RELEASED["tiny"], name="elsewhere", repo="someone/elsewhere")
     monkeypatch.setitem(released.RELEASED, "elsewhere", entry)
+    monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "verification.json"
     record = verify_released(path, names=["tiny", "elsewhere"])
     assert json.loads(path.read_text()) == record
@@ -151,7 +152,9 @@ def test_record_and_table(tmp_path, cache, files, monkeypatch):
         "elsewhere": "not yet verified",
     }
     assert record["models"]["tiny"]["revision"] == COMMIT
-    assert "offline mode is on" in record["models"]["elsewhere"]["checks"][0]["detail"]
+    said = record["models"]["elsewhere"]["checks"][0]["detail"]
+    assert "offline mode is on" in said
+    assert "the cache folder ~/cache does not hold it" in said
     # a later run keeps what it does not repeat
     register(monkeypatch, MODEL.config, files, cross_entropy=(known(MODEL, ids(100)),))
     verify_released(path, names=["tiny"])
