@@ -1,7 +1,6 @@
 """What "auto" chooses, what a named implementation refuses, and what autocast does."""
 
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,16 +9,6 @@ from tests.kernels.attention_cases import FUNCTIONS, operands
 from tnlm.kernels import IMPLEMENTATIONS, bilinear_attention, dispatch, squared_attention, tiles
 
 BOTH = pytest.mark.parametrize("kind", FUNCTIONS)
-
-
-def fake(device: str, dtype: torch.dtype = torch.bfloat16, seq: int = 1024, d: int = 64) -> SimpleNamespace:
-    """As much of a tensor as choosing looks at; there may be no such device here."""
-    return SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, seq, 1, d), is_complex=lambda: False)
-
-
-@pytest.fixture
-def no_transform(monkeypatch):
-    monkeypatch.setattr(dispatch, "_transformed", lambda *tensors: False)
 
 
 @pytest.mark.parametrize(
@@ -36,10 +25,9 @@ def no_transform(monkeypatch):
         ("cuda", torch.float64, 1024, 64, (9, 0), "eager"),
     ],
 )
-def test_what_auto_chooses(device, dtype, seq, d, capability, chosen, monkeypatch, no_transform):
+def test_what_auto_chooses(device, dtype, seq, d, capability, chosen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    tensor = fake(device, dtype, seq, d)
-    assert dispatch.choose(tensor, tensor) == chosen
+    assert dispatch.choose(torch.device(device), dtype, seq_q=seq, d_qk=d, d_v=d) == chosen
 
 
 @pytest.mark.parametrize(
@@ -50,16 +38,16 @@ def test_what_auto_chooses(device, dtype, seq, d, capability, chosen, monkeypatc
         (64, (7, 5), True, "has no tiles for this GPU"),
     ],
 )
-def test_the_slower_path_on_a_gpu_is_announced_once(d, capability, installed, reason, monkeypatch, no_transform):
+def test_the_slower_path_on_a_gpu_is_announced_once(d, capability, installed, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(dispatch, "TRITON_INSTALLED", installed)
     dispatch._notice.cache_clear()
-    tensor = fake("cuda", d=d)
+    gpu, sizes = torch.device("cuda"), {"seq_q": 1024, "d_qk": d, "d_v": d}
     with pytest.warns(RuntimeWarning, match=f"attention runs chunked: .*{reason}"):
-        assert dispatch.choose(tensor, tensor) == "chunked"
+        assert dispatch.choose(gpu, torch.bfloat16, **sizes) == "chunked"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert dispatch.choose(tensor, tensor) == "chunked"
+        assert dispatch.choose(gpu, torch.bfloat16, **sizes) == "chunked"
 
 
 @BOTH

@@ -28,8 +28,8 @@ class Workspace:
         tile = max(1, min(CHUNK, q.shape[1]) * v.shape[1])
         heads = q.shape[0] * q.shape[2]
         self.group = max(1, min(heads, limit // tile))
-        options = {"dtype": accumulation_dtype(v.dtype), "device": v.device}
-        self._tiles = [torch.empty(self.group * tile, **options) for _ in range(n_tiles)]
+        dtype = accumulation_dtype(v.dtype)
+        self._tiles = [torch.empty(self.group * tile, dtype=dtype, device=v.device) for _ in range(n_tiles)]
 
     def groups(self, heads: int) -> Iterator[slice]:
         """Slices of the folded batch and head axis whose tiles fit."""

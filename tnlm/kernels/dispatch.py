@@ -70,24 +70,24 @@ def squared_attention(
     return _run("squared", _settle({"q": q, "k": k, "v": v}), causal, scale, implementation)
 
 
-def choose(q: Tensor, v: Tensor) -> str:
-    """What "auto" runs for these operands; `recurrent` never, since its rounding differs.
+def choose(device: torch.device, dtype: torch.dtype, *, seq_q: int, d_qk: int, d_v: int) -> str:
+    """What "auto" runs; `recurrent` never, since its rounding differs.
 
-    1. complex, float64, or inside a ``torch.func`` transform or forward-mode AD: eager
+    1. float64 and complex (and anything inside a ``torch.func`` transform or forward-mode AD): eager
     2. CUDA or ROCm with triton and a row in `tnlm.kernels.tiles` for the GPU, dtype and widths: triton
     3. other devices up to 256 queries: eager
     4. everything else: chunked
     """
-    if q.dtype not in CASTABLE or _transformed(q, v):
+    if dtype not in CASTABLE:
         return "eager"
-    if q.device.type == "cuda":
-        reason = _why_not("triton", {"q": q, "v": v})
+    if device.type == "cuda":
+        reason = _why_not_triton(device, dtype, d_qk, d_v)
         if reason is None:
             return "triton"
         if not torch.compiler.is_compiling():
             _notice(f'attention runs chunked: implementation="triton" {reason}')
         return "chunked"
-    return "eager" if q.shape[1] <= EAGER_MAX_SEQ_Q else "chunked"
+    return "eager" if seq_q <= EAGER_MAX_SEQ_Q else "chunked"
 
 
 def _run(kind: str, operands: dict[str, Tensor], causal: bool, scale: float | None, implementation: str) -> Tensor:
@@ -97,7 +97,8 @@ def _run(kind: str, operands: dict[str, Tensor], causal: bool, scale: float | No
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if implementation == "auto":
-        implementation = choose(q, v)
+        sizes = {"seq_q": q.shape[1], "d_qk": q.shape[3], "d_v": v.shape[3]}
+        implementation = "eager" if _transformed(*operands.values()) else choose(v.device, v.dtype, **sizes)
     elif reason := _why_not(implementation, operands):
         raise ValueError(f'implementation="{implementation}" {reason}')
     scale = 1.0 / q.shape[3] ** 2 if scale is None else float(scale)
@@ -116,15 +117,19 @@ def _why_not(implementation: str, operands: dict[str, Tensor]) -> str | None:
         return None
     if _transformed(*operands.values()):
         return 'cannot run inside torch.func transforms or forward-mode AD; use "eager", or "auto"'
-    if implementation == "chunked":
-        return f'needs a real dtype, got {v.dtype}; use "eager"' if v.is_complex() else None
-    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f'needs a CUDA tensor, got {q.device.type}; use "chunked", or "auto" to choose by device'
+    if implementation == "triton":
+        return _why_not_triton(v.device, v.dtype, q.shape[3], v.shape[3])
+    return f'needs a real dtype, got {v.dtype}; use "eager"' if v.is_complex() else None
+
+
+def _why_not_triton(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> str | None:
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f'needs a CUDA tensor, got {device.type}; use "chunked", or "auto" to choose by device'
     if not TRITON_INSTALLED:
         return 'needs the package triton, which is not installed; use "chunked", or "auto"'
-    if v.dtype not in CASTABLE:
-        return f'needs float32, float16 or bfloat16, got {v.dtype}; use "eager"'
-    return tiles.why_not(tiles.target_of(q.device), v.dtype, q.shape[3], v.shape[3])
+    if dtype not in CASTABLE:
+        return f'needs float32, float16 or bfloat16, got {dtype}; use "eager"'
+    return tiles.why_not(tiles.target_of(device), d_qk, d_v)
 
 
 def _settle(operands: dict[str, Tensor]) -> dict[str, Tensor]:

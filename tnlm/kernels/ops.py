@@ -5,11 +5,12 @@ them. Outputs are fresh and contiguous. PyTorch runs such operators under no ``t
 have no double backward; `tnlm.kernels.eager` has both.
 """
 
-from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 from torch.utils.flop_counter import register_flop_formula
 
 from tnlm.kernels import chunked
@@ -18,10 +19,11 @@ from tnlm.kernels.precision import without_autocast
 
 def _call(implementation: str, name: str, v: Tensor, *args: object) -> Any:
     """Call ``name`` of the implementation's module; inside an operator, autocast would still reach its matmuls."""
+    module: ModuleType = chunked
     if implementation == "triton":
-        from tnlm.kernels import triton_launch as module
-    else:
-        module = chunked
+        from tnlm.kernels import triton_launch
+
+        module = triton_launch
     with without_autocast(v.device.type):
         return getattr(module, name)(*args)
 
@@ -68,7 +70,7 @@ def causal_pairs(seq_q: int, seq_k: int, causal: bool) -> int:
     return rows * seq_k - rows * (rows - 1) // 2
 
 
-def _register(forward: Callable, backward: Callable, n_factors: int) -> None:
+def _register(forward: CustomOpDef, backward: CustomOpDef, n_factors: int) -> None:
     """Fake kernels, autograd and FLOP formulas of one pair; operands are ``2 * n_factors`` tensors and v."""
     n_operands = 2 * n_factors + 1
 

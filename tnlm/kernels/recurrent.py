@@ -7,6 +7,8 @@ about ``4 d**2 / 3`` tokens for equal widths d (``docs/kernels.md``).
 """
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -18,6 +20,9 @@ from tnlm.kernels.precision import accumulation_dtype, narrow, without_autocast
 
 CHUNK = 128
 """Tokens kept as they are before one matmul folds them into the state."""
+
+
+Kind = Literal["bilinear", "squared"]
 
 
 class State:
@@ -39,7 +44,7 @@ class State:
 
     def __init__(
         self,
-        kind: Literal["bilinear", "squared"],
+        kind: Kind,
         *,
         batch: int,
         n_head: int,
@@ -59,10 +64,10 @@ class State:
         self.seq = 0
         n_factors = 2 if kind == "bilinear" else 1
         features = d_qk**2 if kind == "bilinear" else d_qk * (d_qk + 1) // 2
-        options = {"dtype": dtype, "device": device}
-        self._total = torch.zeros(batch, n_head, features, d_v, **options)
-        self._keys = [torch.zeros(batch, 0, n_head, d_qk, **options) for _ in range(n_factors)]
-        self._v = torch.zeros(batch, 0, n_head, d_v, **options)
+        zeros = partial(torch.zeros, dtype=dtype, device=device)
+        self._total = zeros(batch, n_head, features, d_v)
+        self._keys = [zeros(batch, 0, n_head, d_qk) for _ in range(n_factors)]
+        self._v = zeros(batch, 0, n_head, d_v)
 
     def attend(self, *operands: Tensor) -> Inexact[Tensor, "batch new n_head d_v"]:
         """Append new tokens and answer their queries, each seeing the past and the new tokens up to its own.
@@ -133,7 +138,7 @@ class State:
         self._check_shapes(queries, self.d_qk, queries[0].shape[1])
         queries = [q.to(self._total.dtype) for q in queries]
         operands = [x for pair in zip(queries, self._keys, strict=True) for x in pair]
-        quadratic = eager.bilinear if self.kind == "bilinear" else eager.squared
+        quadratic: Callable[..., Tensor] = eager.bilinear if self.kind == "bilinear" else eager.squared
         with without_autocast(self._total.device.type):
             recent = quadratic(*operands, self._v, causal=causal, scale=self.scale)
             past = self._features(queries, query=True) @ self._total
@@ -197,7 +202,7 @@ def squared(
     return _attend("squared", [q], [k], v, causal=causal, scale=scale)
 
 
-def _attend(kind: str, queries: list[Tensor], keys: list[Tensor], v: Tensor, *, causal: bool, scale: float) -> Tensor:
+def _attend(kind: Kind, queries: list[Tensor], keys: list[Tensor], v: Tensor, *, causal: bool, scale: float) -> Tensor:
     """Keys before the first query go into the state at once; queries before the first key see nothing."""
     batch, seq_k, n_head, d_v = v.shape
     seq_q, d_qk = queries[0].shape[1], queries[0].shape[3]

@@ -114,13 +114,14 @@ def target_of(device: torch.device) -> str | None:
 
 def lookup(target: str | None, kind: str, dtype: torch.dtype, d_qk: int, d_v: int) -> tuple[Row, tuple[int, int]]:
     """The row and the pair of compiled widths for a head of d_qk and d_v; ValueError when `why_not` has a reason."""
-    if reason := why_not(target, dtype, d_qk, d_v):
+    reason = why_not(target, d_qk, d_v)
+    if target is None or reason:
         raise ValueError(f"triton attention {reason}")
     widths = min((w for w in WIDTHS if w[0] >= d_qk and w[1] >= d_v), key=lambda w: (sum(w), w))
     return TABLE[target, torch.finfo(dtype).bits, kind][widths], widths
 
 
-def why_not(target: str | None, dtype: torch.dtype, d_qk: int, d_v: int) -> str | None:
+def why_not(target: str | None, d_qk: int, d_v: int) -> str | None:
     """The reason why the table has no row, with the way out; None when it has one."""
     if target is None:
         return 'has no tiles for this GPU; use "chunked", or "auto"'

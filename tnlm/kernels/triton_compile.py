@@ -149,7 +149,7 @@ def _inspect_nvidia(compiled, job: Job) -> tuple[int, int, list[str]]:
         file.flush()
         usage = _output(binaries / "cuobjdump", "--dump-resource-usage", file.name)
         code = _output(binaries / "nvdisasm", "-c", file.name)
-    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+    registers, stack = (_number(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
     stores, wgmma, mma = (len(re.findall(rf"\b{op}\b", code)) for op in ("STL", "HGMMA", "HMMA"))
     faults = [f"{stack} B of stack, {stores} spill stores"] if stack or stores else []
     if job.target == "sm_90" and "sm_90a" not in compiled.asm["ptx"]:
@@ -166,11 +166,18 @@ def _inspect_nvidia(compiled, job: Job) -> tuple[int, int, list[str]]:
 def _inspect_amd(compiled, job: Job) -> tuple[int, int, list[str]]:
     """Vector registers, spills and matrix instructions from the assembly text."""
     text = compiled.asm["amdgcn"]
-    registers, spills = (int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count"))
+    registers, spills = (_number(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count"))
     faults = [f"{spills} vector registers spilled"] if spills else []
     if "v_mfma" not in text:
         faults.append("no mfma instruction")
     return registers, spills, faults
+
+
+def _number(pattern: str, text: str) -> int:
+    """The number in a tool's report; a report without it is an error, not a zero."""
+    found = re.search(pattern, text)
+    assert found, f"no {pattern} in the report"
+    return int(found[1])
 
 
 def _output(*command: object) -> str:

@@ -1,5 +1,7 @@
 """Launch the Triton kernels: widths, strides and alignment as they were compiled, fresh contiguous outputs."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -66,10 +68,10 @@ def _backward(
     row, (width_qk, width_v) = tiles.lookup(tiles.target_of(v.device), kind, v.dtype, d_qk, d_v)
     queries, keys = _ready(queries, width_qk), _ready(keys, width_qk)
     (v,), (grad,) = _ready([v], width_v), _ready([grad], width_v)
-    options = {"dtype": v.dtype, "device": v.device}
-    dq = [torch.empty(batch, seq_q, n_head, width_qk, **options) for _ in queries]
-    dk = [torch.empty(batch, seq_k, n_head, width_qk, **options) for _ in keys]
-    dv = torch.empty(batch, seq_k, n_head, width_v, **options)
+    fresh = partial(torch.empty, dtype=v.dtype, device=v.device)
+    dq = [fresh(batch, seq_q, n_head, width_qk) for _ in queries]
+    dk = [fresh(batch, seq_k, n_head, width_qk) for _ in keys]
+    dv = fresh(batch, seq_k, n_head, width_v)
     operands = (queries[0], keys[0], queries[-1], keys[-1], v, grad)
     with torch.cuda.device_of(v):
         dq_kernel[(batch * n_head, triton.cdiv(seq_q, row.dq.block_m))](
