@@ -1,0 +1,283 @@
+"""Cost of the vocabulary-scale analyses at the released 546M shape, against the naive route on the same weights.
+
+    OMP_NUM_THREADS=1 python benchmarks/interp.py [--full] [--only NAME ...]
+
+Weights are random (or random with planted strong units), drawn from a fixed seed: what is measured needs only the
+factors of a layer. Every case runs in its own process, so that its peak memory is its own. Times are process times of
+one thread, in seconds, median of the repeats. A naive route that would take too long runs on a subset, is scaled to the
+whole, and says so. Results are appended as JSON lines to benchmarks/results/.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from tnlm import interp
+from tnlm.interp.bilinear import BilinearTensor
+from tnlm.interp.spectra import krylov
+from tnlm.interp.statistics import trace_bounds
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ["bilinear", "spectra", "vocab", "comparison", "extraction"]
+
+D_MODEL, D_HIDDEN, D_VOCAB, N_LAYER, N_HEAD = 1152, 4608, 50304, 18, 9
+DIRECTIONS, PAIRS, NAIVE_DIRECTIONS = 256, 4, 8
+# A unit of strength s and output weight w adds the eigenvalues +-s |w| / 2 to a form whose random bulk ends at 2.8 |w|.
+STRONG_UNITS = 64
+GRADED = torch.logspace(math.log10(40), math.log10(10), STRONG_UNITS)
+EQUAL = torch.full((STRONG_UNITS,), 20.0)
+
+
+def make_layer(seed: int, strengths: torch.Tensor | None = None) -> BilinearTensor:
+    """A layer of the released shape in float32; the first hidden units write ``strengths`` times as much."""
+    g = torch.Generator().manual_seed(seed)
+    w_l, w_r = (torch.randn(D_HIDDEN, D_MODEL, generator=g) / D_MODEL**0.5 for _ in range(2))
+    w_d = torch.randn(D_MODEL, D_HIDDEN, generator=g) / D_HIDDEN**0.5
+    if strengths is not None:
+        w_d[:, : len(strengths)] *= strengths
+    return BilinearTensor(w_l, w_r, w_d)
+
+
+def make_unembed(rows: int = D_VOCAB) -> torch.Tensor:
+    return torch.randn(rows, D_MODEL, generator=torch.Generator().manual_seed(99)) / D_MODEL**0.5
+
+
+def timed(call: Callable, repeats: int = 1) -> tuple[object, dict]:
+    """Result of ``call`` and its process time: median, and spread over the repeats."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        result = call()
+        seconds.append(time.process_time() - start)
+    return result, {
+        "cpu_seconds": round(statistics.median(seconds), 3),
+        "spread": round(max(seconds) - min(seconds), 3),
+        "repeats": repeats,
+    }
+
+
+def case_moments(full: bool) -> dict:
+    """Trace, Frobenius norm and bounds of all tokens' forms in one layer, after its Gram."""
+    net = SimpleNamespace(mlp=[make_layer(0)], unembed=make_unembed(), tokens=range(50257))
+    gram, gram_time = timed(lambda: net.mlp[0].gram("out"))
+    moments, own = timed(lambda: interp.vocab_moments(net, 0, gram=gram), repeats=3 if full else 2)
+    forms, naive = timed(lambda: net.mlp[0].interaction(net.unembed[:NAIVE_DIRECTIONS]))
+    traces = forms.diagonal(dim1=1, dim2=2).sum(-1)
+    norms = forms.flatten(1).double().norm(dim=1)
+    ends = torch.linalg.eigvalsh(forms[:2])
+    brackets = trace_bounds(*(t[:2] for t in moments), D_MODEL)
+    assert bool((brackets.min_low <= ends[:, 0]).all())
+    assert bool((brackets.max_high >= ends[:, -1]).all())
+    naive_seconds = naive["cpu_seconds"] * D_VOCAB / NAIVE_DIRECTIONS
+    return own | {
+        "tokens": D_VOCAB,
+        "gram_cpu_seconds": gram_time["cpu_seconds"],
+        "relative_error": float(((moments.frobenius[:NAIVE_DIRECTIONS] - norms) / norms).abs().max()),
+        "trace_error_over_norm": float(((moments.trace[:NAIVE_DIRECTIONS] - traces) / norms).abs().max()),
+        "naive": f"build every form: {NAIVE_DIRECTIONS} directions, scaled to {D_VOCAB}",
+        "naive_cpu_seconds": round(naive_seconds, 1),
+        "ratio": round(naive_seconds / own["cpu_seconds"], 1),
+        "ratio_with_gram": round(naive_seconds / (own["cpu_seconds"] + gram_time["cpu_seconds"]), 1),
+        "target": "cpu_seconds <= 10",
+        "met": own["cpu_seconds"] <= 10,
+    }
+
+
+def _eigs(b: BilinearTensor, spectrum: str, wanted: float | None) -> dict:
+    """Top pairs of a batch of vocabulary directions against build-and-eigh of some of them."""
+    rows = make_unembed(DIRECTIONS)
+    gram, gram_time = timed(lambda: b.gram("out"))
+    pairs, own = timed(lambda: krylov(b, rows, gram, PAIRS, tol=1e-5))
+    top = pairs.values[:, :1].abs()
+    applied = b.apply(rows, pairs.vectors)
+    residuals = (applied - pairs.vectors * pairs.values[:, None]).norm(dim=1) / top
+    some = rows[:NAIVE_DIRECTIONS]
+    exact, naive = timed(lambda: [torch.linalg.eigh(b.interaction(u)) for u in some])
+    values = torch.stack([e.eigenvalues[e.eigenvalues.abs().argsort(descending=True)[:PAIRS]] for e in exact])
+    naive_seconds = naive["cpu_seconds"] * DIRECTIONS / NAIVE_DIRECTIONS
+    ratio = naive_seconds / own["cpu_seconds"]
+    worst = float(residuals.max())
+    return own | {
+        "spectrum": spectrum,
+        "directions": DIRECTIONS,
+        "pairs": PAIRS,
+        "gram_cpu_seconds": gram_time["cpu_seconds"],
+        "residual_over_top": worst,
+        "eigenvalue_error_over_top": float(
+            ((pairs.values[:NAIVE_DIRECTIONS] - values).abs() / top[:NAIVE_DIRECTIONS]).max()
+        ),
+        "certified_complete": float((pairs.unfound < pairs.values.abs()[:, -1]).float().mean()),
+        "naive": f"form each, then eigh: {NAIVE_DIRECTIONS} directions, scaled to {DIRECTIONS}",
+        "naive_cpu_seconds": round(naive_seconds, 1),
+        "ratio": round(ratio, 1),
+        "vocabulary_cpu_seconds": round(own["cpu_seconds"] * D_VOCAB / DIRECTIONS + gram_time["cpu_seconds"]),
+        "vocabulary_note": f"extrapolated from {DIRECTIONS} directions with this spectrum ({spectrum})",
+        "target": "none" if wanted is None else f"residual_over_top <= 1e-5 and ratio >= {wanted:g}",
+        "met": wanted is None or (worst <= 1e-5 and ratio >= wanted),
+    }
+
+
+def case_eigs_planted(full: bool) -> dict:
+    """Top eigenpairs on random weights with planted strong hidden units."""
+    del full
+    label = f"{STRONG_UNITS} planted units of strength 40 down to 10, evenly in the logarithm, seed 0"
+    return _eigs(make_layer(0, GRADED), label, wanted=15)
+
+
+def case_eigs_equal(full: bool) -> dict:
+    """The same with equal strengths: the leading eigenvalues lie closer together. No target."""
+    del full
+    return _eigs(make_layer(0, EQUAL), f"{STRONG_UNITS} planted units of strength 20 each, seed 0", wanted=None)
+
+
+def case_eigs_random(full: bool) -> dict:
+    """Top eigenpairs on purely random weights."""
+    del full
+    return _eigs(make_layer(0), "purely random, seed 0", wanted=5)
+
+
+def case_similarity(full: bool) -> dict:
+    """Layerwise ``sym`` similarity of two stacks: all layers with --full, else one pair times their number."""
+    layers = N_LAYER if full else 1
+    seconds, values = 0.0, []
+    for layer in range(layers):
+        a, b = make_layer(layer), make_layer(layer, GRADED)
+        found, own = timed(lambda a=a, b=b: interp.similarity(a, b))
+        seconds += own["cpu_seconds"]
+        values.append(float(found.value))
+    total = seconds * N_LAYER / layers
+    outputs = torch.eye(D_MODEL)[:NAIVE_DIRECTIONS]
+    (x, y), naive = timed(lambda: (a.interaction(outputs), b.interaction(outputs)))
+    x, y = x.double(), y.double()  # float32 sums of 10 million squares are off by 4e-5
+    same = (x * y).sum() / x.norm() / y.norm()
+    factored = interp.similarity(a.project(outputs), b.project(outputs)).value
+    naive_seconds = naive["cpu_seconds"] * D_MODEL / NAIVE_DIRECTIONS * N_LAYER
+    return {
+        "cpu_seconds": round(total, 1),
+        "repeats": 1,
+        "layers_measured": layers,
+        "layers": N_LAYER,
+        "note": "all layers measured" if full else f"one pair measured, times {N_LAYER}",
+        "mean_value": statistics.mean(values),
+        "error_on_subset": abs(float(same) - float(factored)),
+        "naive": f"dense tensors: {NAIVE_DIRECTIONS} of {D_MODEL} outputs of one pair, scaled to {N_LAYER} pairs",
+        "naive_cpu_seconds": round(naive_seconds, 1),
+        "ratio": round(naive_seconds / total, 1),
+        "target": "cpu_seconds <= 300",
+        "met": total <= 300,
+    }
+
+
+def case_extraction(full: bool) -> dict:
+    """Memory that the extracted view of a whole model adds to the model."""
+    del full
+    from tnlm import ModelConfig, Transformer
+
+    sizes = {"n_layer": N_LAYER, "n_head": N_HEAD, "d_model": D_MODEL}
+    model = Transformer(ModelConfig.released(**sizes, mlp="bilinear", attention="bilinear"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.01)
+    model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    before = peak_bytes()
+
+    def everything() -> int:
+        net = interp.extract(model)
+        heads = [net.attention[l].head(n) for l in range(N_LAYER) for n in range(N_HEAD)]
+        return len(heads) + len(net.mlp) + len(net.unembed) + len(net.embed)
+
+    _, own = timed(everything)
+    added = peak_bytes() - before
+    return own | {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "model_bytes": model_bytes,
+        "added_bytes": added,
+        "added_over_model": round(added / model_bytes, 4),
+        "target": "added_over_model <= 0.2",
+        "met": added <= 0.2 * model_bytes,
+    }
+
+
+CASES = {name.removeprefix("case_"): f for name, f in sorted(globals().items()) if name.startswith("case_")}
+
+
+def peak_bytes() -> int:
+    """Largest resident size of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def run_case(name: str, full: bool) -> dict:
+    """One case in this process."""
+    torch.set_num_threads(1)
+    before = peak_bytes()
+    with torch.no_grad():
+        result = CASES[name](full)
+    return {"case": name, **result, "peak_bytes": peak_bytes(), "peak_bytes_before": before}
+
+
+def hardware() -> str:
+    """Name of the processor, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="measure every layer and more repeats (several minutes)")
+    parser.add_argument(
+        "--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=f"of {', '.join(CASES)}"
+    )
+    parser.add_argument("--inside", choices=CASES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.inside:
+        print(json.dumps(run_case(args.inside, args.full)))
+        return 0
+
+    tests = [str(ROOT / f"tests/interp/test_{name}.py") for name in TESTS]
+    if subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT, check=False).returncode:
+        print("the tests of what is measured fail: no figures", file=sys.stderr)
+        return 1
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    common = {
+        "commit": commit.strip(),
+        "command": " ".join(["python", "benchmarks/interp.py", *sys.argv[1:]]),
+        "hardware": hardware(),
+        "threads": 1,
+        "torch": torch.__version__,
+        "shape": {"d_model": D_MODEL, "d_hidden": D_HIDDEN, "d_vocab": D_VOCAB, "n_layer": N_LAYER},
+        "dtype": "float32",
+    }
+    label = "-".join(hardware().replace("(R)", "").replace("@", "").split())
+    path = ROOT / "benchmarks/results" / f"{datetime.date.today()}_interp_{label}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    met = True
+    for name in args.only:
+        command = [sys.executable, __file__, "--inside", name, *(["--full"] if args.full else [])]
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        record = {**json.loads(done.stdout), **common}
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(json.dumps(record, indent=2))
+        met = met and record["met"]
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
