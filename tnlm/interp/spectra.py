@@ -183,7 +183,7 @@ def lanczos(
     whose Krylov space is exhausted goes on from a fresh vector, which is how a multiple eigenvalue shows again.
 
     Args:
-        forms: ``forms(active (m,))`` is a function of ``x (m, d)`` with row i the form ``active[i]`` applied to ``x[i]``.
+        forms: ``forms(active (m,))`` is a function of ``x (m, d)``: row i is form ``active[i]`` applied to ``x[i]``.
         form_norms2: Squared Frobenius norms, in float64, for the certificate.
 
     Returns:
