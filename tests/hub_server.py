@@ -19,6 +19,8 @@ class Hub:
         self.repo, self.files = repo, files
         self.requests: list[tuple[str, str, str | None]] = []
         self.gated = False
+        self.told: set[tuple[str, str | None]] = set()
+        """Hosts by which the server was called, each with the authorization it was given."""
         self.url = ""
 
     def gets(self, name: str) -> list[str | None]:
@@ -42,6 +44,7 @@ def serve(hub: Hub) -> Iterator[Hub]:
         def answer(self, *, body: bool) -> None:
             span = self.headers.get("Range")
             hub.requests.append((self.command, self.path, span))
+            hub.told.add((self.headers["Host"].split(":")[0], self.headers.get("Authorization")))
             error, content = self.look_up()
             start = int(span.removeprefix("bytes=").split("-")[0]) if span and content else 0
             self.send_response(error[0] if error else 206 if start else 200)

@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import tnlm
 from tests.checkpoint_files import published_model, published_state, same_state, write_published
@@ -135,6 +138,28 @@ def test_tied_parameters_are_saved_as_two(tmp_path):
     loaded = tnlm.load(tmp_path)
     assert torch.equal(loaded.unembed.w_u, loaded.embed.w_e)
     assert loaded.unembed.w_u.data_ptr() != loaded.embed.w_e.data_ptr()
+
+
+@pytest.fixture
+def one_rank():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.user_error
+def test_distributed_tensors_are_gathered_or_refused(tmp_path, one_rank):
+    model, spread = (build(tiny(), torch.float32) for _ in range(2))
+    spread.unembed.w_u = torch.nn.Parameter(distribute_tensor(spread.unembed.w_u.detach(), one_rank))
+    tnlm.save(spread, tmp_path / "ours")
+    assert same_state(tnlm.load(tmp_path / "ours"), model)
+    folder = write_published(tmp_path / "theirs", published_model())
+    shards = {"lm_head.weight": distribute_tensor(torch.zeros(13, 30), one_rank)}
+    torch.save({**published_state(published_model()), **shards}, folder / "pytorch_model.bin")
+    with pytest.raises(
+        ValueError, match=r"plain tensors, got lm_head\.weight \(DTensor\).*distributed tensors gathered"
+    ):
+        tnlm.load(folder)
 
 
 def test_card(tmp_path):

@@ -168,6 +168,19 @@ def test_flags_that_contradict_the_keys(tmp_path, attention, flags, found):
 # What logits of small models hide
 
 
+def test_numerics_of_each_layout():
+    """eps, rounding of the rotary tables, and the order of norms, by layout."""
+    said = {name: tnlm.load(recorded(name)).config for name in [ARCHITECTURES[0], *OTHERS[1:5]]}
+    eps = {name: c.norm_eps for name, c in said.items() if c.norm == "rms"}
+    assert eps == {ARCHITECTURES[0]: 1.1920929e-07, "bilinear_decomposition_layout": 1e-8}
+    rounded = {name for name, c in said.items() if c.rotary_table_dtype == "bfloat16"}
+    assert rounded == {ARCHITECTURES[0], "toy_layout/attention_only_2L", "toy_layout/transformer_1L_qk_norm"}
+    assert {name for name, c in said.items() if c.qk_norm} == {ARCHITECTURES[0], "toy_layout/transformer_1L_qk_norm"}
+    assert {name for name, c in said.items() if c.embedding_norm or c.x0_mixing or c.value_residual} == {
+        ARCHITECTURES[0]
+    }
+
+
 def test_decomposition_layout_folds_gains_and_the_unscaled_residual(tmp_path):
     """Older trees: ``mlp.o`` and gains on the norms; ``scale_attn`` false: no 1/sqrt(2L)."""
     source = recorded("bilinear_decomposition_layout")

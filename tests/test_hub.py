@@ -1,5 +1,6 @@
 """Downloads from a Hub on localhost, and everything that happens without one."""
 
+import dataclasses
 import hashlib
 import os
 import re
@@ -107,6 +108,22 @@ def test_killed_download_continues(server, cache, files, monkeypatch):
     blob = cache / "models--someone--gpt2-tiny/blobs" / hashlib.sha256(whole).hexdigest()
     assert blob.read_bytes() == whole
     assert not list(cache.rglob("*.part"))
+
+
+def test_storage_behind_a_redirect_is_told_no_token(server, monkeypatch):
+    """The same server under another name stands for the storage."""
+    monkeypatch.setattr(hub, "RESUMED_FROM", 1000)
+    monkeypatch.setattr(hub, "build_hf_headers", lambda: {"authorization": "Bearer secret"})
+    facts_of = huggingface_hub.get_hf_file_metadata
+
+    def elsewhere(url, **options):
+        facts = facts_of(url, **options)
+        return dataclasses.replace(facts, location=facts.location.replace("127.0.0.1", "localhost"))
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", elsewhere)
+    assert same_state(tnlm.load(REPO), MODEL)
+    assert ("127.0.0.1", "Bearer secret") in server.told
+    assert {token for host, token in server.told if host == "localhost"} == {None}
 
 
 @pytest.mark.user_error
