@@ -14,8 +14,8 @@ BOTH = pytest.mark.parametrize("kind", FUNCTIONS)
 @pytest.mark.parametrize(
     "device, dtype, seq, d, capability, chosen",
     [
-        ("cpu", torch.float32, 256, 64, None, "eager"),
-        ("cpu", torch.float32, 257, 64, None, "chunked"),
+        ("cpu", torch.float32, 192, 64, None, "eager"),
+        ("cpu", torch.float32, 193, 64, None, "chunked"),
         ("cpu", torch.bfloat16, 257, 256, None, "chunked"),
         ("cpu", torch.float64, 1024, 64, None, "eager"),
         ("cpu", torch.complex64, 1024, 64, None, "eager"),
@@ -55,7 +55,7 @@ def test_auto_calls_what_it_chose(kind, monkeypatch):
     tensors = operands(kind, seq_q=300, dtype=torch.float32)
     auto = FUNCTIONS[kind](*tensors)
     assert torch.equal(auto, FUNCTIONS[kind](*tensors, implementation="chunked"))
-    short = [x[:, :256] for x in tensors]
+    short = [x[:, :192] for x in tensors]
     assert torch.equal(FUNCTIONS[kind](*short), FUNCTIONS[kind](*short, implementation="eager"))
 
 

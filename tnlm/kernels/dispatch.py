@@ -17,8 +17,8 @@ from tnlm.kernels.precision import CASTABLE, autocast_active, without_autocast
 Implementation = Literal["auto", "eager", "chunked", "recurrent", "triton"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
-EAGER_MAX_SEQ_Q = 256
-"""On a CPU, up to here "auto" takes eager: blocks of queries gain nothing yet (``benchmarks/attention.py``)."""
+EAGER_MAX_SEQ_Q = 192
+"""On a CPU, up to here "auto" takes eager: blocks of queries gain nothing yet (``docs/kernels.md``)."""
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
@@ -75,7 +75,7 @@ def choose(device: torch.device, dtype: torch.dtype, *, seq_q: int, d_qk: int, d
 
     1. float64 and complex (and anything inside a ``torch.func`` transform or forward-mode AD): eager
     2. CUDA or ROCm with triton and a row in `tnlm.kernels.tiles` for the GPU, dtype and widths: triton
-    3. other devices up to 256 queries: eager
+    3. other devices up to 192 queries: eager
     4. everything else: chunked
     """
     if dtype not in CASTABLE:
