@@ -17,7 +17,7 @@ from tnlm import hub
 from tnlm.checkpoint import load
 from tnlm.config import POLYNOMIAL_ATTENTIONS
 from tnlm.evaluate import cross_entropy
-from tnlm.kernels import IMPLEMENTATIONS
+from tnlm.kernels import Implementation
 from tnlm.released import RELEASED, TOLERANCE, CrossEntropy, Released
 from tnlm.resolve import Found, find
 from tnlm.tokenizer import get
@@ -216,11 +216,11 @@ def _check_numerics(model: Transformer) -> Check:
     return Check(name="numerics", status="passed", detail=f"relative to the definition: {figures}")
 
 
-def _implementations(attention: str, device: torch.device) -> list[str]:
+def _implementations(attention: str, device: torch.device) -> tuple[Implementation, ...]:
     """Names to compare with eager: the kernels where they serve, else what "auto" takes."""
     if attention not in (*POLYNOMIAL_ATTENTIONS, "squared_normalized") or attention == "none":
-        return ["auto"]
-    return [name for name in IMPLEMENTATIONS if name != "eager" and (name != "triton" or device.type == "cuda")]
+        return ("auto",)
+    return ("auto", "chunked", "recurrent", *(("triton",) if device.type == "cuda" else ()))
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:
