@@ -103,7 +103,7 @@ def output_html(output: dict, name: str) -> str:
     data = output.get("data", {})
     if PLOTLY in data:
         figure = json.dumps(data[PLOTLY]).replace("</", "<\\/")
-        draw = f"const f={figure};Plotly.newPlot('{name}',f.data,f.layout,{{displaylogo:false,responsive:true}});"
+        draw = f"{{const f={figure};Plotly.newPlot('{name}',f.data,f.layout,{{displaylogo:false,responsive:true}});}}"
         return f'<div class="figure"><div id="{name}"></div><script>{draw}</script></div>'
     text = "".join(output.get("text", data.get("text/plain", "")))
     return f'<pre class="output">{html.escape(text)}</pre>' if text.strip() else ""

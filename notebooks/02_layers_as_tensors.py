@@ -131,4 +131,4 @@ figure = plot.lines(
     y="FLOPs of a contraction",
     subtitle="exact: equal values to rounding, checked above",
 )
-figure.update_yaxes(type="log")
+figure.update_traces(mode="markers", marker_size=12).update_yaxes(type="log")

@@ -86,6 +86,7 @@ figure = plot.similarity(
     title="Share of the difference restored by one patch",
 )
 figure.update_layout(title_subtitle_text="of this run; resid_pre, x0 mixing reads the corrupted embedding again")
+figure.update_yaxes(automargin=True)
 
 # %% [markdown]
 # ## Ablations: heads that matter
