@@ -113,7 +113,8 @@ def attention(
             last = n == 0 and column == len(maps)
             figure.add_trace(_heatmap(blank, x=axis, y=axis, limit=limit, showscale=last), row=n + 1, col=column)
     figure = _styled(figure, title, "of this run; rows are not normalised; range shared per column")
-    return figure.update_yaxes(autorange="reversed").update_layout(height=130 + 240 * max(n_head, 1))
+    figure.update_yaxes(autorange="reversed").update_yaxes(automargin=True, col=1)
+    return figure.update_layout(height=170 + 240 * max(n_head, 1), margin_t=110)  # head titles under the subtitle
 
 
 def explanation(e: "Explanation", *, top: int = 20) -> go.Figure:
