@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -460,3 +461,8 @@ def test_generate_goes_through_the_hooks():
     assert hooked.generate("abc", 5, temperature=0) == tokenizer.get("bytes").decode(plain[0].tolist())
     with hooked.hooks(fwd_hooks=[("hook_embed", lambda value, hook: -3 * value.flip(-1))]):
         assert not torch.equal(hooked.generate(prompt, 5, temperature=0), plain)
+
+
+def test_the_page_runs():
+    page = (Path(__file__).parents[1] / "docs" / "lens.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], {})

@@ -1,6 +1,7 @@
 """transformers and lm-eval: loading, generation, masks, tokenizers and tasks agree with the model itself."""
 
 import json
+from pathlib import Path
 
 import lm_eval.tasks
 import pytest
@@ -335,3 +336,10 @@ def test_config_of_the_released_models_is_understood():
     config = hf.TnlmConfig(**ModelConfig.released().to_dict())
     assert config.vocab_size == 50304
     assert config.model_config == ModelConfig.released()
+
+
+def test_the_page_runs():
+    page = (Path(__file__).parents[2] / "docs" / "lens.md").read_text()
+    scope = {}
+    exec(page.split("```python\n")[2].split("```")[0], scope)
+    assert scope["out"].shape == (1, 8)

@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import tnlm
 from tnlm.tokenizer import Tokenizer
 from tnlm.training.outcomes import SaveError
+from tnlm.transformer import Transformer
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"step_(\d{6,})")
@@ -53,7 +54,7 @@ def save(
     run: Path,
     *,
     step: int,
-    model: nn.Module,
+    model: Transformer,
     tokenizer: Tokenizer | None,
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Any],
@@ -169,7 +170,7 @@ def remove_interrupted(run: Path) -> None:
 def random_state() -> dict[str, Tensor]:
     """The states of the generators of torch, numpy and python, as plain tensors."""
     python = random.getstate()
-    legacy = np.random.get_state()  # noqa: NPY002
+    legacy: Any = np.random.get_state()  # noqa: NPY002
     state = {
         "random.torch": torch.get_rng_state(),
         "random.python": torch.tensor([python[0], *python[1]], dtype=torch.int64),
@@ -194,7 +195,7 @@ def restore_random_state(tensors: Mapping[str, Tensor]) -> None:
     version, *internal = tensors["random.python"].tolist()
     random.setstate((version, tuple(internal), None))
     *key, position = tensors["random.numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position))  # noqa: NPY002
+    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, 0, 0.0))  # noqa: NPY002
     if torch.cuda.is_available() and "random.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random.cuda"].cpu())
 

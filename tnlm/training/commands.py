@@ -160,11 +160,11 @@ class Compare:
         from tnlm.training.runs import load_curves, load_run
 
         if self.curves is not None:
-            arms = [load_curves(self.curves, specs) for specs in (self.base, self.variant)]
+            base, variant = (load_curves(self.curves, specs) for specs in (self.base, self.variant))
         else:
-            arms = [[load_run(f, metric=self.metric) for f in folders] for folders in (self.base, self.variant)]
+            base, variant = ([load_run(f, metric=self.metric) for f in part] for part in (self.base, self.variant))
         fields = ("at", "sigma", "margin", "extrapolate", "warmdown")
-        result = compare_arms(*arms, Options(**{name: getattr(self, name) for name in fields}))
+        result = compare_arms(base, variant, Options(**{name: getattr(self, name) for name in fields}))
         print(compare_report.to_text(result), file=sys.stderr)
         if self.out is not None:
             from tnlm.training import plot

@@ -307,7 +307,7 @@ def _stable_phase(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
         return Reading("not comparable", note="the constant-rate phases share no loss level")
     # evenly spaced in the base's steps, so that the early steep part does not fill the median
     ends = cs.first_crossing(base_steps, np.stack([lowest[0]] * 2), np.array([high, low]))
-    levels = np.interp(np.linspace(*ends, E3_LEVELS), base_steps, lowest[0])
+    levels = np.interp(np.linspace(float(ends[0]), float(ends[1]), E3_LEVELS), base_steps, lowest[0])
     ratios = np.empty((len(base_curves), len(levels)))
     for k, level in enumerate(levels):
         target = np.full(len(ratios), level)

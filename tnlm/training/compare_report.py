@@ -63,7 +63,13 @@ def _arm(arm: Arm) -> dict[str, Any]:
         "label": arm.label,
         "seeds": arm.seeds,
         "runs": [
-            {"name": run.name, "seed": run.seed, "trunk": run.trunk, "steps": run.steps, "final": run.final}
+            {
+                "name": Path(run.name).name,
+                "seed": run.seed,
+                "trunk": run.trunk and Path(run.trunk).name,
+                "steps": run.steps,
+                "final": run.final,
+            }
             for run in arm.runs
         ],
         "horizons": {

@@ -59,9 +59,9 @@ class World:
             raise ValueError(f"WORLD_SIZE must be at least 1, got {size}")
         if rank >= size:
             raise ValueError(f"RANK must be below WORLD_SIZE, got RANK={rank}, WORLD_SIZE={size}")
-        missing = [n for n in ("MASTER_ADDR", "MASTER_PORT") if n not in environment]
-        if size > 1 and missing:
-            raise ValueError(f"{size} ranks need {' and '.join(missing)}; start with torchrun, which sets them")
+        absent = [n for n in ("MASTER_ADDR", "MASTER_PORT") if n not in environment]
+        if size > 1 and absent:
+            raise ValueError(f"{size} ranks need {' and '.join(absent)}; start with torchrun, which sets them")
         return cls(rank=rank, size=size, local_rank=values.get("LOCAL_RANK", 0))
 
 

@@ -30,7 +30,7 @@ def estimate(config: TrainConfig) -> dict[str, Any]:
         "cpu_thread": tokens * flops / CPU_FLOPS,
         **{f"{n}x{GPU.removeprefix('NVIDIA ')}": tokens * flops / (n * PEAK_FLOPS[GPU] * MFU) for n in (1, 8)},
     }
-    record = {
+    record: dict[str, Any] = {
         "command": "run",
         "dry_run": True,
         "folder": str(config.folder),

@@ -57,7 +57,7 @@ def open_inputs(config: TrainConfig, world: World) -> Inputs:
         eot=tokenizer.eot if tokenizer is not None else None,
     )
     evaluated = Validation(held_out, seq=config.seq, tokens=config.val_tokens, d_vocab=d_vocab)
-    facts = {
+    facts: dict[str, Any] = {
         "source": config.data,
         "shards": len(train),
         "tokens": len(stream),

@@ -119,7 +119,7 @@ class Trainer:
         self.inputs = open_inputs(config, self.world)
         self.mixed = wants_bfloat16(config, self.device)
         self.model = build_model(config, mixed=self.mixed, initial=initial).to(self.device)
-        self.model.set_implementation(config.implementation)
+        self.model.set_implementation(config.implementation)  # type: ignore[arg-type]
         self.optimizers = Optimizers(self.model, config)
         losses: nn.Module = TokenLosses(self.model)
         self.losses = torch.compile(losses) if config.compile else losses

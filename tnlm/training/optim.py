@@ -81,7 +81,7 @@ class Optimizers:
     def state(self) -> dict[str, Tensor]:
         """Every state tensor as ``optimizer.{parameter}.{key}``, the same on every rank and for any number of ranks."""
         return {
-            f"optimizer.{self.names[p]}.{key}": value
+            f"optimizer.{self.names[p]}.{key}": value  # type: ignore[index]
             for optimizer in self.all
             for p, state in optimizer.state.items()
             for key, value in state.items()

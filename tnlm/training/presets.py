@@ -283,7 +283,7 @@ def _check_int(name: str, value: object, *, low: int) -> None:
 
 def _check_float(name: str, value: object, *, low: float, high: float = math.inf) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type]
+    if not number or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type, operator]
         limit = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
         raise ValueError(f"{name} must be a number {limit}, got {value!r}")
 
