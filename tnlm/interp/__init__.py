@@ -60,6 +60,13 @@ _EXPORTS = {
     "gate_coefficients": "polynomials",
     "edges": "circuits",
     "alignment": "circuits",
+    "Match": "copying",
+    "match": "copying",
+    "pattern_table": "copying",
+    "copy_table": "copying",
+    "cycle_votes": "copying",
+    "follower_entries": "copying",
+    "equal_part": "copying",
 }
 __all__ = [*_EXPORTS]
 

@@ -1,0 +1,125 @@
+"""Scores of copying from the weights: the permutation null, planted heads, and a clock that is exact."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.conftest import randomize
+from tests.interp.builders import make_head, noise
+from tnlm.config import ModelConfig
+from tnlm.interp import copy_table, cycle_votes, equal_part, extract, follower_entries, match, pattern_table
+from tnlm.transformer import Transformer
+
+SIZES = {"d_vocab": 5, "n_layer": 2, "n_head": 1, "d_model": 10, "d_hidden": 0, "n_ctx": 17, "mlp": "none"}
+PLAIN = {"x0_mixing": False, "value_residual": False}
+
+
+def test_match_is_the_mean_and_deviation_over_all_permutations():
+    table = noise(5, 5)
+    means = torch.stack([table[range(5), list(p)].mean() for p in itertools.permutations(range(5))])
+    found, deviation = match(table), float(means.std(correction=0))
+    assert found.value == pytest.approx(float(table.diagonal().mean()), abs=1e-14)
+    assert found.null == pytest.approx(float(means.mean()), abs=1e-14)
+    assert found.z == pytest.approx((found.value - found.null) / deviation, rel=1e-12)
+
+
+def test_match_of_the_identity_of_its_opposite_and_of_nothing():
+    eye = torch.eye(7, dtype=torch.float64)
+    assert match(3 * eye + 2).z == pytest.approx(6, rel=1e-12)
+    assert match(1 - eye).z == pytest.approx(-6, rel=1e-12)
+    assert match(noise(7, 1) + noise(1, 7, seed=1)).z == 0  # rows and columns alone prefer no pairing
+
+
+@pytest.mark.parametrize("attention", ["bilinear", "squared"])
+def test_pattern_table_contracts_the_pattern_tensor(attention):
+    head, queries, keys = make_head(attention), noise(3, 7), noise(4, 7, seed=1)
+    expected = torch.einsum("ijkl,ni,nj,mk,ml->nm", head.pattern_tensor(2), queries, queries, keys, keys)
+    torch.testing.assert_close(pattern_table(head, queries, keys, 2), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_copy_table_is_what_the_head_adds_to_the_logits():
+    net = extract(randomize(Transformer(ModelConfig.pure(**SIZES), dtype=torch.float64)))
+    x, head = net.x0, net.attention[0].head(0)
+    alone = net.scalars.lambda0[1] * (x @ head.ov().tensor().mT)
+    torch.testing.assert_close(copy_table(net, 0, 0, x), net.unembed @ alone.mT, rtol=1e-12, atol=1e-12)
+
+
+def test_follower_entries_are_the_keys_after_an_equal_token():
+    found = follower_entries(torch.tensor([[3, 1, 2, 3, 1, 1]]))[0]
+    assert found.nonzero().tolist() == [[3, 1], [4, 2], [5, 2], [5, 5]]
+
+
+def test_equal_part_draws_as_many_others_in_every_row():
+    entries = follower_entries(torch.arange(3).repeat(2, 4))
+    drawn = [equal_part(entries, seed) for seed in range(50)]
+    for part in drawn:
+        assert torch.equal(part.sum(-1), entries.sum(-1))
+        assert not (part & entries).any()
+        assert torch.equal(part, part.tril())
+    assert torch.equal(drawn[0], equal_part(entries, 0))
+    # every other entry is drawn at some time
+    assert torch.equal(torch.stack(drawn).any(0)[:, 5:], (~entries).tril()[:, 5:])
+
+
+def clock_model(period_reading=0.3):
+    """Tokens are interchangeable, so averages over them are exact: layer 0 matches equal ones, layer 1 reads sums."""
+    config = ModelConfig.pure(**SIZES, **PLAIN, rotary_base=1.0)
+    model = Transformer(config, dtype=torch.float64)
+    v, eye = 5, torch.eye(5, dtype=torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        model.embed.w_e[:, :v] = eye
+        model.unembed.w_u[:, :v] = eye
+        first, second = model.blocks[0].attn, model.blocks[1].attn
+        for w in (first.w_q1, first.w_k1, first.w_q2, first.w_k2):
+            w[:v, :v] = 3 * eye
+        first.w_v[:v, :v] = first.w_o[v:, :v] = eye  # written beside the embedding
+        for n, w in enumerate((second.w_q1, second.w_k1, second.w_q2, second.w_k2)):
+            w[:2, :v] = noise(2, 1, seed=n)
+            w[:2, v:] = period_reading * noise(2, 1, seed=10 + n)
+        second.w_v[:v, :v] = eye
+        second.w_o[:v, :v] = -2 * eye
+    return model
+
+
+@pytest.mark.parametrize("period", [2, 3, 5])
+def test_votes_are_the_logits_of_a_model_with_interchangeable_tokens(period):
+    model = clock_model()
+    net, tokens = extract(model), torch.arange(period).repeat(9)[None, :17]
+    logits = model(tokens)[0]
+    for position in (period, 11, 16):
+        votes = cycle_votes(net, period, position)
+        back = tokens[0, position - torch.arange(period)]
+        expected = logits[position, back] - torch.eye(period, dtype=torch.float64)[0]  # the direct path is no copy
+        torch.testing.assert_close(votes, expected, rtol=1e-5, atol=1e-7)  # the model's rotary tables are float32
+    assert not torch.allclose(cycle_votes(net, period, 16), cycle_votes(net, period, 16, clock=False))
+
+
+def test_without_the_clock_layer_1_reads_distance_alone():
+    with_reading, without = extract(clock_model()), extract(clock_model(period_reading=0))
+    expected = cycle_votes(without, 3, 11)
+    torch.testing.assert_close(cycle_votes(with_reading, 3, 11, clock=False), expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.user_error
+def test_what_is_refused():
+    with pytest.raises(ValueError, match=r"table must have shape \(any, 3\), got \(3, 4\)"):
+        match(noise(3, 4))
+    with pytest.raises(ValueError, match="number of tokens must be an integer at least 2, got 1"):
+        match(noise(1, 1))
+    with pytest.raises(ValueError, match="pattern_table needs a polynomial pattern, got attention='softmax'"):
+        pattern_table(make_head("softmax"), noise(2, 7), noise(2, 7))
+    released = ModelConfig.released(**SIZES)
+    with pytest.raises(ValueError, match="copy_table needs a model without norms, got norm='rms'"):
+        copy_table(extract(Transformer(released)), 0, 0, torch.zeros(5, 10))
+    with pytest.raises(ValueError, match="two layers of one head and nothing else"):
+        cycle_votes(extract(Transformer(ModelConfig.pure(**SIZES))), 3, 5)
+    with pytest.raises(ValueError, match="position must be an integer between 3 and 16, got 17"):
+        cycle_votes(extract(clock_model()), 3, 17)
+    entries = torch.zeros(1, 3, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="must be causal"):
+        equal_part(entries.logical_not())
+    with pytest.raises(ValueError, match=r"every row needs as many other entries as it has, got 1 of the 1 in row 0"):
+        equal_part(torch.eye(3, dtype=torch.bool)[None])
