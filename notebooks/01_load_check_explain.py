@@ -97,4 +97,4 @@ run = record(model, prompt[None], [point + name for name in points])
 if model.config.attention == "bilinear":
     torch.testing.assert_close((factors[0] * factors[1]).tril(), pattern)
 labels = [f"{i} {tokenizer.decode([t])!r}" for i, t in enumerate(prompt.tolist())]
-plot.attention(pattern, [f.tril() for f in factors], labels=labels, title=f"Layer {head.layer}, head {head.head}")
+plot.attention(pattern, [f.tril() for f in factors], labels=labels, heads=[head.head], title=f"Layer {head.layer}")

@@ -193,4 +193,4 @@ chosen = {
 factors = [chosen["attn_scores"].tril(), chosen["attn_scores2"].tril()]
 torch.testing.assert_close(factors[0] * factors[1], chosen["pattern"], rtol=1e-4, atol=1e-6)
 labels = [f"{i} {tokenizer.decode([t])!r}" for i, t in enumerate(specimen.tokens[0, :-1].tolist())]
-plot.attention(chosen["pattern"], factors, labels=labels, title=f"Layer {index}, head {head}")
+plot.attention(chosen["pattern"], factors, labels=labels, heads=[head], title=f"Layer {index}")

@@ -27,6 +27,8 @@ def test_attention_shares_a_symmetric_range_and_blanks_the_future():
         assert np.isnan(np.array(trace.z, dtype=float)[0, 1:]).all()
         assert len(set(trace.x)) == 5
     assert figure.data[2].zmax == pytest.approx(pattern.abs().max().item())
+    named = plot.attention(pattern[:2], heads=[5, 3])
+    assert [a.text for a in named.layout.annotations] == ["head 5 pattern", "head 3 pattern"]
 
 
 def test_interaction_and_similarity_are_centred_at_zero():
@@ -69,6 +71,8 @@ def test_bad_input_is_refused():
         plot.interaction(torch.zeros(3))
     with pytest.raises(ValueError, match="factors must have the pattern's shape"):
         plot.attention(torch.zeros(1, 2, 2), [torch.zeros(1, 3, 3)])
+    with pytest.raises(ValueError, match="heads must name each of the 1 heads, got 2"):
+        plot.attention(torch.zeros(1, 2, 2), heads=[0, 1])
     with pytest.raises(ValueError, match="a figure takes at most"):
         plot.interaction(torch.zeros(3000, 3000))
     with pytest.raises(ValueError, match="one value per entry"):

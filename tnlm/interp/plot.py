@@ -88,6 +88,7 @@ def attention(
     factors: Sequence[Tensor] = (),
     *,
     labels: Sequence[str] | None = None,
+    heads: Sequence[int] | None = None,
     title: str = "Signed attention pattern",
 ) -> go.Figure:
     """Small multiples, one row per head: the score factors, then the pattern; masked entries are blank.
@@ -96,13 +97,16 @@ def attention(
         pattern: (n_head, seq_q, seq_k), signed.
         factors: Score factors of the same shape (``hook_attn_scores``, ``hook_attn_scores2``), or none.
         labels: One per position.
+        heads: What to call the heads, 0, 1, ... by default.
     """
     maps = [_array("factors", f, 3) for f in factors] + [_array("pattern", pattern, 3)]
     if any(m.shape != maps[-1].shape for m in maps):
         raise ValueError(f"factors must have the pattern's shape, got {[m.shape for m in maps]}")
     n_head, seq_q, seq_k = maps[-1].shape
     names = [f"factor {i + 1}" for i in range(len(factors))] + ["pattern"]
-    titles = [f"head {n} {name}" for n in range(n_head) for name in names]
+    if heads is not None and len(heads) != n_head:
+        raise ValueError(f"heads must name each of the {n_head} heads, got {len(heads)}")
+    titles = [f"head {n} {name}" for n in (range(n_head) if heads is None else heads) for name in names]
     figure = make_subplots(rows=max(n_head, 1), cols=len(maps), subplot_titles=titles or None, shared_yaxes=True)
     masked = ~np.tril(np.ones((seq_q, seq_k), dtype=bool), seq_k - seq_q)
     limits = [_limit(m[:, ~masked]) for m in maps]
