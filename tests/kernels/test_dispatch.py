@@ -121,6 +121,16 @@ def test_autocast_casts_the_operands_and_not_the_sums(kind, implementation):
     assert torch.equal(out, want)
 
 
+@BOTH
+def test_backward_under_autocast_stays_in_float32(kind):
+    tensors = operands(kind, seq_q=130, dtype=torch.float32)
+    out = FUNCTIONS[kind](*tensors, implementation="chunked")
+    plain = torch.autograd.grad(out.sum(), tensors, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = torch.autograd.grad(out, tensors, torch.ones_like(out))
+    assert all(torch.equal(a, b) for a, b in zip(cast, plain, strict=True))
+
+
 def test_autocast_leaves_float64_alone():
     tensors = operands("squared", seq_q=5)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -2,7 +2,8 @@
 
 Everything here is plain arithmetic on heads-first tensors without autograd; `tnlm.kernels.ops` makes it an operator.
 Formulas, with ``A = scale * mask * (G V^T)``: ``dV = P^T G``, ``dS1 = A * S2``, ``dS2 = A * S1``, ``dQ = dS K``,
-``dK = dS^T Q``. No row statistic couples the keys, so backward needs nothing but the inputs.
+``dK = dS^T Q``. No row statistic couples the keys, so backward needs nothing but the inputs. Matmuls write into given
+memory (``out=``, in place), which autocast, still active inside an operator, leaves alone.
 """
 
 from collections.abc import Callable, Iterator

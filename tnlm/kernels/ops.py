@@ -14,25 +14,23 @@ from torch.library import CustomOpDef
 from torch.utils.flop_counter import register_flop_formula
 
 from tnlm.kernels import chunked
-from tnlm.kernels.precision import without_autocast
 
 
-def _call(implementation: str, name: str, v: Tensor, *args: object) -> Any:
-    """Call ``name`` of the implementation's module; inside an operator, autocast would still reach its matmuls."""
+def _call(implementation: str, name: str, *args: object) -> Any:
+    """Call ``name`` of the implementation's module."""
     module: ModuleType = chunked
     if implementation == "triton":
         from tnlm.kernels import triton_launch
 
         module = triton_launch
-    with without_autocast(v.device.type):
-        return getattr(module, name)(*args)
+    return getattr(module, name)(*args)
 
 
 @torch.library.custom_op("tnlm::bilinear_attn_fwd", mutates_args=())
 def bilinear_fwd(
     q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, causal: bool, scale: float, implementation: str
 ) -> Tensor:
-    return _call(implementation, "bilinear_forward", v, q1, k1, q2, k2, v, causal, scale)
+    return _call(implementation, "bilinear_forward", q1, k1, q2, k2, v, causal, scale)
 
 
 @torch.library.custom_op("tnlm::bilinear_attn_bwd", mutates_args=())
@@ -47,19 +45,19 @@ def bilinear_bwd(
     scale: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _call(implementation, "bilinear_backward", v, grad, q1, k1, q2, k2, v, causal, scale)
+    return _call(implementation, "bilinear_backward", grad, q1, k1, q2, k2, v, causal, scale)
 
 
 @torch.library.custom_op("tnlm::squared_attn_fwd", mutates_args=())
 def squared_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str) -> Tensor:
-    return _call(implementation, "squared_forward", v, q, k, v, causal, scale)
+    return _call(implementation, "squared_forward", q, k, v, causal, scale)
 
 
 @torch.library.custom_op("tnlm::squared_attn_bwd", mutates_args=())
 def squared_bwd(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _call(implementation, "squared_backward", v, grad, q, k, v, causal, scale)
+    return _call(implementation, "squared_backward", grad, q, k, v, causal, scale)
 
 
 def causal_pairs(seq_q: int, seq_k: int, causal: bool) -> int:
