@@ -272,7 +272,7 @@ class HookedModel(ModelWeights, HookedRootModule):
             self._tokenizer = tokenizers.get("gpt2")
         return self._tokenizer
 
-    def to_tokens(self, input: str | list[str], prepend_bos: bool = False, **_: Any) -> Int[Tensor, "batch seq"]:
+    def to_tokens(self, input: str | list[str], prepend_bos: bool | None = False) -> Int[Tensor, "batch seq"]:
         """Ids of one text or of several that have equally many tokens, ``(batch, seq)``.
 
         ``prepend_bos`` is off, unlike in transformer-lens: these models were trained without a first token of their
@@ -298,7 +298,7 @@ class HookedModel(ModelWeights, HookedRootModule):
             return [self.tokenizer.decode(row) for row in tokens.tolist()]
         return self.tokenizer.decode(tokens.reshape(-1).tolist())
 
-    def to_str_tokens(self, input: str | Int[Tensor, " seq"], prepend_bos: bool = False) -> list[str]:
+    def to_str_tokens(self, input: str | Int[Tensor, " seq"], prepend_bos: bool | None = False) -> list[str]:
         """The text of each token."""
         tokens = self.to_tokens(input, prepend_bos) if isinstance(input, str) else torch.as_tensor(input)
         return [self.tokenizer.decode([token]) for token in tokens.reshape(-1).tolist()]
