@@ -74,6 +74,17 @@ def test_ablating_what_the_weights_name_ends_copying_and_an_equal_part_does_not(
         assert min(control) > 0.95
 
 
+def test_this_model_keeps_no_clock(study):
+    """The guide's second study, of models that copy by the period, finds nothing here: equal tokens are not used."""
+    names = dict(study)
+    exec(compile(blocks("python")[1], str(GUIDE), "exec"), names)
+    assert max(map(abs, names["equal"])) < 10
+    assert list(names["clock"]) == list(range(3, 10))
+    for full, without_equal, without_others, ticking, stopped in names["clock"].values():
+        assert min(full, without_equal) > 0.97 > without_others
+        assert ticking == pytest.approx(stopped, abs=0.1)
+
+
 def test_the_whole_model_is_one_network(study):
     check_contraction(study["model"], torch.from_numpy(cycles(2, seq=11, d_vocab=32, period=4, seed=3)).long())
 
