@@ -11,6 +11,7 @@ from tnlm.config import ModelConfig
 if TYPE_CHECKING:
     from tnlm.checkpoint import load, save
     from tnlm.network import Network
+    from tnlm.publish import push_to_hub
     from tnlm.sampling import generate
     from tnlm.transformer import Transformer
 
@@ -21,11 +22,12 @@ _LAZY = {
     "Transformer": "tnlm.transformer",
     "generate": "tnlm.sampling",
     "load": "tnlm.checkpoint",
+    "push_to_hub": "tnlm.publish",
     "save": "tnlm.checkpoint",
 }
 _SUBMODULES = ("interp", "kernels", "lens", "released", "tokenizer", "training")
 
-__all__ = ["ModelConfig", "Network", "Transformer", "generate", "load", "save"]
+__all__ = ["ModelConfig", "Network", "Transformer", "generate", "load", "push_to_hub", "save"]
 
 
 def __getattr__(name: str) -> Any:

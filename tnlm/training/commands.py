@@ -36,6 +36,11 @@ class Run:
     """Train a model, or resume: the same command continues a stopped run.
 
     Without flags: the nano preset, offline, on a CPU, in about two minutes. Under torchrun every rank runs this.
+
+    $ tnlm-train run
+    $ tnlm-train run --mlp swiglu --attention softmax --seed 1
+    $ tnlm-train run --preset tiny --model.d-model 128 --steps 200 --dry-run
+    $ torchrun --standalone --nproc_per_node=8 -m tnlm.training.cli run --preset medium --data fineweb10B
     """
 
     preset: str = "nano"
@@ -105,7 +110,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Branch:
-    """Continue a checkpoint from another run's constant-rate phase under a schedule of its own."""
+    """Continue a checkpoint from another run's constant-rate phase under a schedule of its own.
+
+    $ tnlm-train branch runs/nano-bilinear-bilinear-s0 --steps 200
+    """
 
     trunk: tyro.conf.Positional[Path]
     """The run folder; it needs checkpoints from before its warm-down (--save-every, --keep-every)."""
@@ -132,7 +140,11 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """How many percent more batches does the variant need? Several runs, seeds and horizons may make an arm."""
+    """How many percent more batches does the variant need? Several runs, seeds and horizons may make an arm.
+
+    $ tnlm-train compare --base runs/base-s0 runs/base-s1 --variant runs/variant-s0 runs/variant-s1 --out comparison
+    $ tnlm-train compare --curves curves.csv --base short:0-3 long:0-9 --variant short:4-7 long:10-19
+    """
 
     base: list[str]
     """Run folders; with --curves, GROUP or GROUP:RUNS."""
@@ -178,7 +190,10 @@ class Compare:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write a checkpoint as model.safetensors, config.json and a card: what tnlm.load reads."""
+    """Write a checkpoint as model.safetensors, config.json and a card: what tnlm.load reads.
+
+    $ tnlm-train export runs/nano-bilinear-bilinear-s0 --out exported
+    """
 
     run: tyro.conf.Positional[Path]
     """The run folder."""
@@ -194,7 +209,10 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class DataGet:
-    """Download published token shards; resumable, verified, atomic."""
+    """Download published token shards; resumable, verified, atomic.
+
+    $ tnlm-train data get fineweb10B --shards 52
+    """
 
     name: tyro.conf.Positional[Literal["fineweb10B"]] = "fineweb10B"
     shards: int = 52
@@ -212,7 +230,11 @@ class DataGet:
 
 @dataclass(frozen=True, kw_only=True)
 class DataTokenize:
-    """Tokenize text (.jsonl, .parquet, .txt, or - for standard input) into shards."""
+    """Tokenize text (.jsonl, .parquet, .txt, or - for standard input) into shards.
+
+    $ tnlm-train data tokenize pages.jsonl --out data/pages
+    $ tnlm-train data tokenize book.txt --out data/book --tokenizer bpe1024
+    """
 
     sources: tyro.conf.Positional[list[str]]
     out: Path
@@ -256,7 +278,10 @@ class DataTokenize:
 
 @dataclass(frozen=True, kw_only=True)
 class DataCheck:
-    """Read every shard of a folder or glob and report what is wrong; exit code 1 if anything is."""
+    """Read every shard of a folder or glob and report what is wrong; exit code 1 if anything is.
+
+    $ tnlm-train data check data/pages
+    """
 
     where: tyro.conf.Positional[str]
     d_vocab: int | None = None
@@ -277,7 +302,10 @@ class DataCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class DataToy:
-    """Write the smallest language whose mechanism is known: sequences that tile a random cycle of distinct tokens."""
+    """Write the smallest language whose mechanism is known: sequences that tile a random cycle of distinct tokens.
+
+    $ tnlm-train data toy cycles --out data/cycles --seq 40 --d-vocab 32 --period 3 9
+    """
 
     task: tyro.conf.Positional[Literal["cycles"]]
     out: Path

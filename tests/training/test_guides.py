@@ -1,0 +1,76 @@
+"""The training guides: their commands parse, their table is the recorded result."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tnlm.training import cli, commands
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "small_replication"
+COMMANDS = [
+    commands.Run,
+    commands.Branch,
+    commands.Compare,
+    commands.Export,
+    commands.DataGet,
+    commands.DataTokenize,
+    commands.DataCheck,
+    commands.DataToy,
+]
+SOURCES = [made.__doc__ for made in COMMANDS]
+SOURCES += [(ROOT / "docs" / f"{name}.md").read_text() for name in ("training", "replication", "data", "comparison")]
+SOURCES = [re.sub(r"\\\n\s*", "", text) for text in SOURCES]
+LINES = sorted(
+    {
+        line.strip()[2:]
+        for text in SOURCES
+        for line in text.splitlines()
+        if re.match(r"\s*\$ (tnlm-train|torchrun) ", line)
+    }
+)
+
+
+@pytest.mark.parametrize("made", COMMANDS, ids=lambda made: made.__name__)
+def test_every_command_shows_an_example(made):
+    assert re.search(r"\$ (tnlm-train|torchrun) ", made.__doc__)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_example_lines_parse(line, monkeypatch, capsys):
+    for made in COMMANDS:
+        monkeypatch.setattr(made, "execute", lambda self: {})
+    arguments = line.split("tnlm.training.cli ")[1] if line.startswith("torchrun") else line.removeprefix("tnlm-train ")
+    assert cli.main(shlex.split(arguments)) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if "--preset" in line and "branch" not in line])
+def test_configurations_of_the_examples_exist(line):
+    preset = re.search(r"--preset (\S+)", line).group(1)
+    from tnlm.training.presets import preset as make
+
+    assert make(preset).steps > 0
+
+
+def percent(reading):
+    if reading["value"] is None:
+        return reading["status"]
+    low, high = ("censored" if reading[k] is None else f"{reading[k] * 100:+.1f}" for k in ("low", "high"))
+    return f"{reading['value'] * 100:+.1f} [{low}, {high}]"
+
+
+@pytest.mark.parametrize(
+    "arm", ["bilinear+softmax", "swiglu+bilinear", "bilinear+bilinear", "bilinear+bilinear-matched"]
+)
+def test_replication_table_is_the_recorded_result(arm):
+    result = json.loads((RESULTS / arm / "compare.json").read_text())
+    final = result["final"]
+    cells = [arm, f"{result['variant']['n_params']:,}"]
+    cells.append(f"{final['difference']:+.4f} [{final['low']:+.4f}, {final['high']:+.4f}]")
+    cells += [percent(result[key]) for key in ("e1", "e2a", "e2b", "e3")]
+    assert f"| {' | '.join(cells)} |" in (ROOT / "docs" / "replication.md").read_text()
+    assert result["base"]["seeds"] == result["variant"]["seeds"] == 5
+    assert all("/" not in run["name"] for side in ("base", "variant") for run in result[side]["runs"])
