@@ -9,7 +9,7 @@ import torch
 from tests.interp.builders import make_layer, noise
 from tnlm.interp import layer_pairs, layer_shapley
 
-close = torch.testing.assert_close
+assert_close = torch.testing.assert_close
 
 
 def enumerate_shapley(value, n):
@@ -36,22 +36,22 @@ def test_shapley_is_the_enumeration(with_baseline):
         return b(start + sum((parts[p] for p in coalition), torch.zeros_like(start))) @ u
 
     shares = layer_shapley(b, u, parts, baseline)
-    close(shares, enumerate_shapley(value, 4))
-    close(shares.sum(), (b(start + parts.sum(0)) - b(start)) @ u)
+    assert_close(shares, enumerate_shapley(value, 4))
+    assert_close(shares.sum(), (b(start + parts.sum(0)) - b(start)) @ u)
 
 
 def test_shapley_of_single_coordinates():
     b, u, x, baseline = make_layer(), noise(3, seed=1), noise(5, seed=2), noise(5, seed=3)
     q, delta = b.interaction(u), x - baseline
-    close(layer_shapley(b, u, torch.diag(delta), baseline), 2 * delta * (q @ baseline) + delta * (q @ delta))
-    close(layer_shapley(b, u, torch.diag(x)), x * (q @ x))
+    assert_close(layer_shapley(b, u, torch.diag(delta), baseline), 2 * delta * (q @ baseline) + delta * (q @ delta))
+    assert_close(layer_shapley(b, u, torch.diag(x)), x * (q @ x))
 
 
 def test_pairs_sum_to_the_output():
     b, u, parts = make_layer(), noise(3, seed=1), noise(4, 5, seed=2)
     pairs = layer_pairs(b, u, parts)
-    close(pairs, parts @ b.interaction(u) @ parts.T)
-    close(pairs.sum() + u @ b.bias, b(parts.sum(0)) @ u)
+    assert_close(pairs, parts @ b.interaction(u) @ parts.T)
+    assert_close(pairs.sum() + u @ b.bias, b(parts.sum(0)) @ u)
 
 
 @pytest.mark.user_error

@@ -6,7 +6,7 @@ import torch
 from tests.interp.builders import SHAPES, dense, gauged, make_layer, monomial, noise
 from tnlm.interp import BilinearTensor
 
-close = torch.testing.assert_close
+assert_close = torch.testing.assert_close
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -14,7 +14,7 @@ def test_tensor_reproduces_the_layer_and_is_symmetric(shape):
     b = make_layer(*shape)
     x = noise(11, b.d_in, seed=1)
     t = b.tensor()
-    close(torch.einsum("oij,bi,bj->bo", t, x, x) + b.bias, b(x), rtol=1e-12, atol=1e-12)
+    assert_close(torch.einsum("oij,bi,bj->bo", t, x, x) + b.bias, b(x), rtol=1e-12, atol=1e-12)
     assert torch.equal(t, t.mT)
     assert t.shape == b.shape
 
@@ -34,7 +34,7 @@ def test_symmetrize_is_the_same_function_with_coefficient_a_quarter(shape):
     b = make_layer(*shape)
     s = b.symmetrize()
     x = noise(11, b.d_in, seed=1)
-    close(s(x), b(x), rtol=1e-12, atol=1e-12)
+    assert_close(s(x), b(x), rtol=1e-12, atol=1e-12)
     assert s.w_l is s.w_r
     assert s.d_hidden == 2 * b.d_hidden
 
@@ -42,34 +42,34 @@ def test_symmetrize_is_the_same_function_with_coefficient_a_quarter(shape):
 def test_fold_project_and_augment():
     b = make_layer(5, 5, 7)
     x, m, p = noise(11, 3, seed=1), noise(5, 3, seed=2), noise(2, 5, seed=3)
-    close(b.fold(m)(x), b(x @ m.T))
-    close(b.project(p)(x @ m.T), b(x @ m.T) @ p.T)
+    assert_close(b.fold(m)(x), b(x @ m.T))
+    assert_close(b.project(p)(x @ m.T), b(x @ m.T) @ p.T)
     x = noise(11, 5, seed=4)
     lifted = torch.cat([torch.ones(11, 1, dtype=x.dtype), x], dim=1)
     a = b.augment()
-    close(a(lifted), torch.cat([lifted[:, :1], x + b(x)], dim=1))
+    assert_close(a(lifted), torch.cat([lifted[:, :1], x + b(x)], dim=1))
     assert (a.d_hidden, a.bias) == (7 + 1 + 5, None)
     rectangular = make_layer(3, 5, 7)
-    close(rectangular.augment(residual=False)(lifted)[:, 1:], rectangular(x))
+    assert_close(rectangular.augment(residual=False)(lifted)[:, 1:], rectangular(x))
 
 
 def test_sum_difference_and_multiple():
     a, b = make_layer(seed=1), make_layer(d_hidden=2, bias=False, seed=2)
     x = noise(11, 5, seed=3)
-    close((a + b)(x), a(x) + b(x))
-    close((a - b)(x), a(x) - b(x))
-    close((-2.5 * a)(x), -2.5 * a(x))
-    close(a.to(torch.float32)(x.float()), a(x).float(), rtol=1e-4, atol=1e-4)
+    assert_close((a + b)(x), a(x) + b(x))
+    assert_close((a - b)(x), a(x) - b(x))
+    assert_close((-2.5 * a)(x), -2.5 * a(x))
+    assert_close(a.to(torch.float32)(x.float()), a(x).float(), rtol=1e-4, atol=1e-4)
 
 
 def test_interaction_and_apply_agree_with_the_dense_tensor():
     b = make_layer()
     u, x = noise(2, 4, 3, seed=1), noise(2, 4, 5, 6, seed=2)
     q = torch.einsum("abo,oij->abij", u, dense(b))
-    close(b.interaction(u), q)
-    close(b.apply(u, x), q @ x)
+    assert_close(b.interaction(u), q)
+    assert_close(b.apply(u, x), q @ x)
     assert b.interaction(u[:0]).shape == (0, 4, 5, 5)
-    close(b.traces(), dense(b).diagonal(dim1=1, dim2=2).sum(-1))
+    assert_close(b.traces(), dense(b).diagonal(dim1=1, dim2=2).sum(-1))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -84,7 +84,7 @@ def test_grams_are_those_of_the_dense_tensor(shape):
         # what the logits read is the sum of every token's squared form
         (b.gram("in", out_metric), b.interaction(w_u).matrix_power(2).sum(0)),
     ]:
-        close(got, want, rtol=1e-12, atol=1e-13)
+        assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
 def test_blocks_of_hidden_units_change_nothing(monkeypatch):
@@ -92,7 +92,7 @@ def test_blocks_of_hidden_units_change_nothing(monkeypatch):
     whole = (a.inner(b), a.gram("out"), a.gram("in"), b.interaction(noise(4, 3)))
     monkeypatch.setattr("tnlm.interp.bilinear._BLOCK", 23)
     for one, other in zip(whole, (a.inner(b), a.gram("out"), a.gram("in"), b.interaction(noise(4, 3))), strict=True):
-        close(one, other)
+        assert_close(one, other)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -100,7 +100,7 @@ def test_norm_is_that_of_the_symmetric_part(shape):
     b = make_layer(*shape)
     squared = b.norm() ** 2
     for other in (dense(b).square().sum(), b.gram("out").trace(), b.gram("in").trace(), b.inner(b)):
-        close(squared, other)
+        assert_close(squared, other)
     raw = torch.einsum("oh,hi,hj->oij", b.w_d, b.w_l, b.w_r).square().sum()
     assert raw >= squared * (1 - 1e-12)
     if b.d_in > 1:
@@ -110,15 +110,15 @@ def test_norm_is_that_of_the_symmetric_part(shape):
 def test_inner_products_of_large_float32_layers():
     # <S, S> is about 1e31 here: the product of two of them would pass the float32 maximum
     small, large = make_layer(), make_layer(dtype=torch.float32) * 1e14
-    close(large.norm(), 1e14 * make_layer(dtype=torch.float32).to(torch.float64).norm(), rtol=1e-5, atol=0)
+    assert_close(large.norm(), 1e14 * make_layer(dtype=torch.float32).to(torch.float64).norm(), rtol=1e-5, atol=0)
     assert large.norm().dtype == small.norm().dtype == torch.float64
 
 
 def test_inner_products_see_only_the_function():
     a, b = make_layer(seed=1), make_layer(d_hidden=11, seed=2)
-    close(a.inner(b), (dense(a) * dense(b)).sum())
+    assert_close(a.inner(b), (dense(a) * dense(b)).sum())
     for kind in ("sym", "gaussian", "sphere"):
-        close(gauged(a).inner(gauged(b, seed=3), kind), a.inner(b, kind))
+        assert_close(gauged(a).inner(gauged(b, seed=3), kind), a.inner(b, kind))
     mixed = noise(7, 7, seed=5)
     scrambled = BilinearTensor(mixed @ a.w_l, mixed @ a.w_r, a.w_d @ torch.linalg.inv(mixed), a.bias)
     assert abs(float(scrambled.inner(b) / a.inner(b)) - 1) > 0.1
@@ -129,8 +129,8 @@ def test_functional_inner_products_have_their_trace_term():
     m_a, m_b = a.traces(), b.traces()
     quadratic = 2 * (dense(a) * dense(b)).sum() + m_a @ m_b
     rest = m_a @ b.bias + a.bias @ m_b + a.bias @ b.bias
-    close(a.inner(b, "gaussian"), quadratic + rest)
-    close(a.inner(b, "sphere"), 5 / 7 * quadratic + rest)
+    assert_close(a.inner(b, "gaussian"), quadratic + rest)
+    assert_close(a.inner(b, "sphere"), 5 / 7 * quadratic + rest)
     # a constant has second moment 1; lifted to a Gaussian leg it would be 3
     constant = BilinearTensor(
         *(torch.zeros(s, dtype=torch.float64) for s in ((1, 2), (1, 2), (1, 1))), torch.ones(1).double()
@@ -141,11 +141,11 @@ def test_functional_inner_products_have_their_trace_term():
 def test_complex_layers():
     b = BilinearTensor(*(noise(*s, seed=n, dtype=torch.complex128) for n, s in enumerate([(7, 5), (7, 5), (3, 7)])))
     t = dense(b)
-    close(b.norm() ** 2, t.abs().square().sum())
-    close(b.gram("out"), torch.einsum("oij,pij->op", t, t.conj()))
-    close(b.gram("in"), torch.einsum("oij,okj->ik", t, t.conj()))
+    assert_close(b.norm() ** 2, t.abs().square().sum())
+    assert_close(b.gram("out"), torch.einsum("oij,pij->op", t, t.conj()))
+    assert_close(b.gram("in"), torch.einsum("oij,okj->ik", t, t.conj()))
     x = noise(4, 5, dtype=torch.complex128)
-    close(make_layer()(x), torch.einsum("oij,bi,bj->bo", dense(make_layer()).to(x), x, x) + make_layer().bias)
+    assert_close(make_layer()(x), torch.einsum("oij,bi,bj->bo", dense(make_layer()).to(x), x, x) + make_layer().bias)
 
 
 def test_gradients_reach_the_factors():

@@ -9,7 +9,7 @@ from tests.interp.builders import make_head, make_layer, noise
 from tnlm.interp import alignment, edges
 from tnlm.interp.circuits import overlap
 
-close = torch.testing.assert_close
+assert_close = torch.testing.assert_close
 
 
 def make_net(attention="bilinear", mlp="bilinear", biases=False):
@@ -43,7 +43,7 @@ def test_haar_null_has_mean_one_and_the_stated_deviation():
 def test_isotropic_and_zero_components_have_no_orientation():
     eye = torch.eye(4).double()
     values, z = overlap(torch.stack([eye, 0 * eye]), noise(4, 4) @ noise(4, 4).T)
-    close(values, torch.ones(2).double())
+    assert_close(values, torch.ones(2).double())
     assert not z.any()
 
 
@@ -118,7 +118,7 @@ def test_parts_that_are_absent_and_heads_with_biases():
 
 def test_alignment_of_a_direction():
     gram = torch.diag(torch.tensor([3.0, 1.0, 0.0, 0.0]).double())
-    close(alignment(torch.eye(4).double(), gram), torch.tensor([3.0, 1.0, 0.0, 0.0]).double())
+    assert_close(alignment(torch.eye(4).double(), gram), torch.tensor([3.0, 1.0, 0.0, 0.0]).double())
     x = noise(20_000, 4)
     values = alignment(x, gram)
     assert abs(float(values.mean()) - 1) < 4 * float(values.std()) / 20_000**0.5

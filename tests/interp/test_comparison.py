@@ -9,7 +9,7 @@ import torch
 from tests.interp.builders import dense, gauged, make_head, make_layer, monomial, noise
 from tnlm.interp import BilinearTensor, haar_null, match_heads, similarity
 
-close = torch.testing.assert_close
+assert_close = torch.testing.assert_close
 
 
 def square(w_d=1.0):
@@ -56,14 +56,14 @@ def test_one_function_built_two_ways_is_one_function():
 def test_two_layers_by_pairings_agree_with_all_leg_orders():
     a, b = make_stack(1), make_stack(5, sizes=(5, 2, 3))
     t, s = two_layer_dense(a), two_layer_dense(b)
-    close(similarity(a, b).value, (t * s).sum() / t.norm() / s.norm())
+    assert_close(similarity(a, b).value, (t * s).sum() / t.norm() / s.norm())
     with pytest.raises(ValueError, match=r'table of crossed legs of shape \(4, 2, 25\) needs .*use kind="complex"'):
         similarity(a, b, max_bytes=1000)
 
 
 def test_complex_moments_count_leg_orders():
     # E |x0^2 x1^2|^2 = 2! 2! = 4, against 4! |S|^2 with |S|^2 = 1/6
-    close(24 * two_layer_dense(PRODUCT).square().sum(), torch.tensor(4.0).double())
+    assert_close(24 * two_layer_dense(PRODUCT).square().sum(), torch.tensor(4.0).double())
     a, b = make_stack(1), make_stack(5)
     exact, sampled = similarity(a, b), similarity(a, b, "complex", samples=20_000)
     assert abs(float(sampled.value - exact.value)) < 4 * float(sampled.error)
@@ -104,11 +104,11 @@ def test_closed_forms_have_the_right_terms():
         return 2 * s + 5 + p @ q
 
     for kind, product in (("gaussian", gaussian), ("sphere", sphere), ("complex", complex_gaussian)):
-        close(similarity(a, b, kind, residual=True).value, cosine(product))
+        assert_close(similarity(a, b, kind, residual=True).value, cosine(product))
     # pure quadratic layers: sphere and Gaussian agree; leaving out the trace term would give the tensor cosine
     pure = [BilinearTensor(x.w_l, x.w_r, x.w_d) for x in (a, b)]
-    close(similarity(*pure, "sphere").value, similarity(*pure, "gaussian").value)
-    close(similarity(*pure).value, dot / a.norm() / b.norm())
+    assert_close(similarity(*pure, "sphere").value, similarity(*pure, "gaussian").value)
+    assert_close(similarity(*pure).value, dot / a.norm() / b.norm())
     assert abs(float(similarity(*pure, "gaussian").value - similarity(*pure).value)) > 0.01
     assert float(m_a @ m_b) != 0
 
@@ -145,10 +145,10 @@ def test_per_layer_similarity_is_gauge_free(kind):
     a, b = make_stack(1), make_stack(5)
     one = similarity(a, b, kind, per_layer=True)
     other = similarity([gauged(x) for x in a], [gauged(x, seed=3) for x in b], kind, per_layer=True)
-    close(one.value, other.value)
+    assert_close(one.value, other.value)
     assert one.value.shape == one.error.shape == (2,)
-    close(one.value[0], similarity(a[0], b[0], kind).value)
-    close(similarity(a, a, kind, per_layer=True).value, torch.ones(2).double())
+    assert_close(one.value[0], similarity(a[0], b[0], kind).value)
+    assert_close(similarity(a, a, kind, per_layer=True).value, torch.ones(2).double())
 
 
 def test_similarity_of_large_float32_layers_does_not_overflow():
@@ -168,7 +168,7 @@ def test_sampling_is_deterministic_and_leaves_the_global_generator_alone():
 def test_tree_is_the_inner_product_of_symmetrised_layers():
     a, b = make_stack(1), make_stack(5)
     t, s = (torch.einsum("oab,aij,bkl->oijkl", dense(x[1]), dense(x[0]), dense(x[0])) for x in (a, b))
-    close(similarity(a, b, "tree").value, (t * s).sum() / t.norm() / s.norm())
+    assert_close(similarity(a, b, "tree").value, (t * s).sum() / t.norm() / s.norm())
 
 
 @pytest.mark.parametrize("d", [2, 3])
@@ -179,8 +179,8 @@ def test_haar_null_against_random_rotations(d):
     q = q * r.diagonal(dim1=1, dim2=2).sign()[:, None]
     values = torch.einsum("oij,nik,njl,okl->n", dense(a), q, q, dense(b))
     assert abs(float(values.mean() - null.mean)) < 4 * float(values.std()) / 20_000**0.5
-    close(values.var(), null.variance, rtol=0.06, atol=0)
-    close(null.z, (a.inner(b) - null.mean) / null.variance.sqrt())
+    assert_close(values.var(), null.variance, rtol=0.06, atol=0)
+    assert_close(null.z, (a.inner(b) - null.mean) / null.variance.sqrt())
 
 
 def test_heads_are_matched_across_order_gauge_and_noise():
@@ -190,11 +190,11 @@ def test_heads_are_matched_across_order_gauge_and_noise():
     found = match_heads(heads, others, distances=(0, 1, 5))
     assert found.pairs == [(n, order.index(n)) for n in range(4)]
     matched = torch.stack([found.similarity[pair] for pair in found.pairs])
-    close(matched, torch.ones(4).double())
+    assert_close(matched, torch.ones(4).double())
     assert float(found.similarity.abs().max()) <= 1 + 1e-12
     # the sign of a head shows
     flipped = make_head(seed=1, o=-heads[0].o)
-    close(match_heads([heads[0]], [flipped]).similarity, -torch.ones(1, 1).double())
+    assert_close(match_heads([heads[0]], [flipped]).similarity, -torch.ones(1, 1).double())
     assert match_heads(heads[:1], others).pairs == [(0, 1)]
 
 

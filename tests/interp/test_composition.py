@@ -8,7 +8,7 @@ from tests.interp.builders import make_layer, noise
 from tests.interp.test_comparison import PRODUCT, SQUARES
 from tnlm.interp import compose
 
-close = torch.testing.assert_close
+assert_close = torch.testing.assert_close
 
 
 def lift(x):
@@ -19,11 +19,11 @@ def test_composed_network_is_the_composition():
     f1, f2 = make_layer(4, 5, 6, bias=False, seed=1), make_layer(3, 4, 7, bias=False, seed=2)
     x = noise(11, 5)
     net = compose(f2, f1)
-    close(net.contract({"x": x}), f2(f1(x)), rtol=1e-12, atol=1e-12)
-    close(net.contract({"x": -3 * x}), 81 * f2(f1(x)))
+    assert_close(net.contract({"x": x}), f2(f1(x)), rtol=1e-12, atol=1e-12)
+    assert_close(net.contract({"x": -3 * x}), 81 * f2(f1(x)))
     flat = net.flatten()
     assert len(flat.operands) == 3 + 2 * (3 + 2)
-    close(opt_einsum.contract(*flat.args(x=x)), f2(f1(x)))
+    assert_close(opt_einsum.contract(*flat.args(x=x)), f2(f1(x)))
     assert compose(f1).contract({"x": x}).shape == (11, 4)
 
 
@@ -38,16 +38,16 @@ def test_residual_and_bias_ride_on_the_constant_coordinate():
     f1, f2 = make_layer(5, 5, 6, seed=1), make_layer(5, 5, 7, seed=2)
     x = noise(11, 5)
     inner = x + f1(x)
-    close(compose(f2, f1, residual=True).contract({"x": lift(x)}), inner + f2(inner))
+    assert_close(compose(f2, f1, residual=True).contract({"x": lift(x)}), inner + f2(inner))
     narrow = make_layer(3, 5, 7, bias=False, seed=3)
-    close(compose(narrow, f1).contract({"x": lift(x)}), narrow(f1(x)))
+    assert_close(compose(narrow, f1).contract({"x": lift(x)}), narrow(f1(x)))
 
 
 def test_one_function_built_two_ways():
     x = noise(11, 3)
     want = (x[:, :1] * x[:, 1:2]).square()
     for lower, upper in (SQUARES, PRODUCT):
-        close(compose(upper, lower).contract({"x": x}), want)
+        assert_close(compose(upper, lower).contract({"x": x}), want)
 
 
 @pytest.mark.user_error

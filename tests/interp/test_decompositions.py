@@ -8,18 +8,18 @@ import torch
 from tests.interp.builders import SHAPES, dense, gauged, make_layer, noise
 from tnlm.interp import BilinearTensor, cp, eig, fix_gauge, hosvd, remove, truncate
 
-close = torch.testing.assert_close
+assert_close = torch.testing.assert_close
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_hosvd_at_full_rank_is_the_layer(shape):
     b = make_layer(*shape)
     tucker = hosvd(b, b.d_out, b.d_in)
-    close(dense(tucker.reconstruct()), dense(b))
+    assert_close(dense(tucker.reconstruct()), dense(b))
     for basis in (tucker.out, tucker.inp):
-        close(basis.T @ basis, torch.eye(basis.shape[1]).double())
+        assert_close(basis.T @ basis, torch.eye(basis.shape[1]).double())
     unfolding = torch.linalg.svdvals(dense(b).flatten(1)).square()
-    close(tucker.spectrum_out[: len(unfolding)], unfolding, rtol=1e-9, atol=1e-9)
+    assert_close(tucker.spectrum_out[: len(unfolding)], unfolding, rtol=1e-9, atol=1e-9)
     assert float(tucker.error_bound) == 0
 
 
@@ -31,7 +31,7 @@ def test_truncated_hosvd_obeys_its_bound():
         error = float((dense(b) - dense(tucker.reconstruct())).norm())
         assert 0 < error <= float(tucker.error_bound)
     # one projection alone discards exactly the discarded eigenvalues
-    close((dense(b) - dense(hosvd(b, 2, 6).reconstruct())).norm(), hosvd(b, 2, 6).error_bound)
+    assert_close((dense(b) - dense(hosvd(b, 2, 6).reconstruct())).norm(), hosvd(b, 2, 6).error_bound)
 
 
 def test_hosvd_recovers_planted_subspaces():
@@ -39,20 +39,20 @@ def test_hosvd_recovers_planted_subspaces():
     out, inp = (torch.linalg.qr(noise(*s, seed=4))[0] for s in ((7, 2), (11, 3)))
     b = core.fold(inp.T.contiguous()).project(out)
     tucker = hosvd(b, 2, 3)
-    close(tucker.out @ tucker.out.T, out @ out.T)
-    close(tucker.inp @ tucker.inp.T, inp @ inp.T)
-    close(dense(tucker.reconstruct()), dense(b))
+    assert_close(tucker.out @ tucker.out.T, out @ out.T)
+    assert_close(tucker.inp @ tucker.inp.T, inp @ inp.T)
+    assert_close(dense(tucker.reconstruct()), dense(b))
     assert float(tucker.spectrum_in[3:].abs().max()) < 1e-12 * float(tucker.spectrum_in[0])
 
 
 def test_cp_recovers_a_planted_layer_under_any_gauge():
     b = make_layer(12, 13, 9, seed=2)
     fit = cp(gauged(b), 9, seed=1)
-    close(dense(fit), dense(b), rtol=0, atol=1e-6)
+    assert_close(dense(fit), dense(b), rtol=0, atol=1e-6)
     want = fix_gauge(b)
     for got, expected in ((fit.w_l, want.w_l), (fit.w_r, want.w_r), (fit.w_d, want.w_d)):
-        close(got, expected, rtol=0, atol=1e-5)
-    close(fit.bias, b.bias)
+        assert_close(got, expected, rtol=0, atol=1e-5)
+    assert_close(fit.bias, b.bias)
 
 
 def test_cp_error_is_the_explicit_error_and_does_not_rise():
@@ -71,7 +71,7 @@ def test_cp_error_is_the_explicit_error_and_does_not_rise():
 def test_cp_does_not_depend_on_the_gauge_of_its_target():
     b = make_layer(3, 5, 6)
     one, other = (cp(layer, 3, sweeps=60, restarts=1) for layer in (b, gauged(b)))
-    close(dense(one), dense(other), rtol=0, atol=1e-6)
+    assert_close(dense(one), dense(other), rtol=0, atol=1e-6)
 
 
 def test_cp_of_nothing_is_nothing():
@@ -82,10 +82,10 @@ def test_cp_of_nothing_is_nothing():
 def test_fix_gauge_is_the_same_function_and_the_same_numbers_for_every_gauge(shape):
     b = make_layer(*shape)
     one, other = fix_gauge(b), fix_gauge(gauged(b, seed=3))
-    close(dense(one), dense(b))
+    assert_close(dense(one), dense(b))
     for w, v in ((one.w_l, other.w_l), (one.w_r, other.w_r), (one.w_d, other.w_d)):
-        close(w, v)
-    close(one.w_l.norm(dim=1), torch.ones(b.d_hidden).double())
+        assert_close(w, v)
+    assert_close(one.w_l.norm(dim=1), torch.ones(b.d_hidden).double())
 
 
 def test_fix_gauge_puts_dead_units_last():
@@ -94,7 +94,7 @@ def test_fix_gauge_puts_dead_units_last():
     w_l[2] = 0
     dead = BilinearTensor(w_l, b.w_r, b.w_d)
     fixed = fix_gauge(dead)
-    close(dense(fixed), dense(dead))
+    assert_close(dense(fixed), dense(dead))
     assert not fixed.w_d[:, -1].any()
 
 
@@ -104,9 +104,9 @@ def test_truncate_leaves_the_leading_components_of_one_direction(k):
     pairs = eig(b, u, k or None)
     cut = truncate(b, u, k)
     kept = ((x @ pairs.vectors).square() * pairs.values)[:, :k].sum(1)
-    close(cut(x) @ u, kept + b.bias @ u)
+    assert_close(cut(x) @ u, kept + b.bias @ u)
     across = torch.linalg.qr(torch.stack([u, noise(3, seed=3)], dim=1))[0][:, 1]
-    close(cut(x) @ across, b(x) @ across)
+    assert_close(cut(x) @ across, b(x) @ across)
     assert cut.d_hidden == 7 + 5 - k
 
 
@@ -114,7 +114,7 @@ def test_remove_lowers_the_output_by_the_predicted_amount():
     b, u, x = make_layer(), noise(3, seed=1), noise(11, 5, seed=2)
     pairs = eig(b, u, 1)
     edited = remove(b, u, pairs.values, pairs.vectors)
-    close((b(x) - edited(x)) @ u, pairs.values * (x @ pairs.vectors[:, 0]).square())
+    assert_close((b(x) - edited(x)) @ u, pairs.values * (x @ pairs.vectors[:, 0]).square())
 
 
 @pytest.mark.user_error

@@ -9,7 +9,7 @@ from tests.interp.builders import make_head, noise
 from tnlm.interp import BilinearHead
 from tnlm.rotary import rotary_tables, rotate
 
-close = torch.testing.assert_close
+assert_close = torch.testing.assert_close
 MAPS = ("q1", "k1", "q2", "k2")
 
 
@@ -36,9 +36,9 @@ def test_pattern_tensor_is_the_pattern_and_depends_on_distance_alone(attention, 
     x, y = noise(7, seed=1), noise(7, seed=2)
     for s, u in [(0, 0), (4, 4), (3, 1), (7, 5), (6, 0)]:
         want = pattern(head, x, y, s, u)
-        close(torch.einsum("ijkl,i,j,k,l->", head.pattern_tensor(s - u), x, x, y, y), want)
+        assert_close(torch.einsum("ijkl,i,j,k,l->", head.pattern_tensor(s - u), x, x, y, y), want)
         forms = [x @ (head.qk(branch, s - u) @ y) for branch in (1, 2)]
-        close(forms[0] * forms[1], want)
+        assert_close(forms[0] * forms[1], want)
     other = make_head(attention, rotary=-head.rotary)
     assert abs(float(pattern(other, x, y, 3, 1) - pattern(head, x, y, 3, 1))) > 1e-3
     a = head.pattern_tensor(2)
@@ -51,7 +51,7 @@ def test_rotation_is_that_of_the_model():
     head = make_head(rotary=100.0 ** (-torch.arange(0, 4, 2).double() / 4))
     x = noise(1, 6, 1, 7)
     q, k = (rotate(x @ w.mT, cos.double(), sin.double())[0, :, 0] for w in (head.q1, head.k1))
-    close(x[0, 5, 0] @ (head.qk(1, 3) @ x[0, 2, 0]), q[5] @ k[2] / 4, rtol=1e-6, atol=1e-6)
+    assert_close(x[0, 5, 0] @ (head.qk(1, 3) @ x[0, 2, 0]), q[5] @ k[2] / 4, rtol=1e-6, atol=1e-6)
 
 
 def test_one_head_over_causal_positions_with_both_value_circuits():
@@ -64,7 +64,7 @@ def test_one_head_over_causal_positions_with_both_value_circuits():
         for u in range(s + 1):
             score = torch.einsum("ijkl,i,j,k,l->", head.pattern_tensor(s - u), x[s], x[s], x[u], x[u])
             got = got + score * (head.ov("layer") @ x[u] + head.ov("first") @ x0[u])
-        close(got, want, rtol=1e-12, atol=1e-13)
+        assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("attention", ["bilinear", "squared"])
@@ -72,11 +72,11 @@ def test_one_head_over_causal_positions_with_both_value_circuits():
 def test_trace_formulas_are_those_of_the_dense_tensor(attention, distance):
     one, other = make_head(attention), make_head("bilinear", d_qk=6, seed=1)
     a, b = one.pattern_tensor(distance), other.pattern_tensor(distance)
-    close(one.norm(distance), a.norm())
-    close(one.inner(other, distance), (a * b).sum())
-    close(one.read_gram("q", distance), torch.einsum("ijkl,mjkl->im", a, a))
-    close(one.read_gram("k", distance), torch.einsum("ijkl,ijml->km", a, a))
-    close(one.read_gram("q", distance).trace(), one.norm(distance) ** 2)
+    assert_close(one.norm(distance), a.norm())
+    assert_close(one.inner(other, distance), (a * b).sum())
+    assert_close(one.read_gram("q", distance), torch.einsum("ijkl,mjkl->im", a, a))
+    assert_close(one.read_gram("k", distance), torch.einsum("ijkl,ijml->km", a, a))
+    assert_close(one.read_gram("q", distance).trace(), one.norm(distance) ** 2)
 
 
 def test_trace_formulas_of_complex_factors():
@@ -93,9 +93,9 @@ def test_trace_formulas_of_complex_factors():
         for seed in (1, 2)
     )
     a, b = one.pattern_tensor(2), other.pattern_tensor(2)
-    close(one.inner(other, 2), (a * b.conj()).sum())
+    assert_close(one.inner(other, 2), (a * b.conj()).sum())
     for side, equation in (("q", "ijkl,mjkl->im"), ("k", "ijkl,ijml->km")):
-        close(one.read_gram(side, 2), torch.einsum(equation, a, a.conj()))
+        assert_close(one.read_gram(side, 2), torch.einsum(equation, a, a.conj()))
 
 
 def gauge_twin(head, seed=5):
@@ -124,14 +124,14 @@ def test_gauge_changes_no_quantity_and_fix_gauge_no_function(first):
     head = make_head(first=first)
     twin = gauge_twin(head)
     for distance in (0, 2):
-        close(twin.pattern_tensor(distance), head.pattern_tensor(distance))
-        close(head.fix_gauge().pattern_tensor(distance), head.pattern_tensor(distance))
-        close(twin.read_gram("k", distance), head.read_gram("k", distance))
+        assert_close(twin.pattern_tensor(distance), head.pattern_tensor(distance))
+        assert_close(head.fix_gauge().pattern_tensor(distance), head.pattern_tensor(distance))
+        assert_close(twin.read_gram("k", distance), head.read_gram("k", distance))
     one, other = head.fix_gauge(), twin.fix_gauge()
     for name in ("q1", "k1", "q2", "k2", "v", "o") + (("v0",) if first else ()):
-        close(getattr(one, name), getattr(other, name))
+        assert_close(getattr(one, name), getattr(other, name))
     for source in ("layer", "first")[: 2 if first else 1]:
-        close(one.ov(source).tensor(), head.ov(source).tensor())
+        assert_close(one.ov(source).tensor(), head.ov(source).tensor())
 
 
 def test_fix_gauge_under_qk_norm_only_turns():
@@ -143,7 +143,7 @@ def test_fix_gauge_under_qk_norm_only_turns():
         swapped = head.token_table(x, 3 - branch, "q", 3) @ head.token_table(x, 3 - branch, "k", 1).T
         assert min(float((scores[1].abs() - s.abs()).abs().max()) for s in (scores[0], swapped)) < 1e-12
     squared = make_head("squared")
-    close(squared.fix_gauge().pattern_tensor(2), squared.pattern_tensor(2))
+    assert_close(squared.fix_gauge().pattern_tensor(2), squared.pattern_tensor(2))
 
 
 def test_token_scores_are_the_pattern_and_bounded_under_qk_norm():
@@ -197,7 +197,7 @@ def test_softmax_kinds_expose_their_forms_and_refuse_the_pattern():
 
 def test_layer_zero_has_one_value_circuit():
     head = make_head(first=False)
-    close(head.ov().tensor(), head.o @ head.v)
+    assert_close(head.ov().tensor(), head.o @ head.v)
     with pytest.raises(ValueError, match=r'no values of layer 0; its one circuit is ov\("layer"\)'):
         head.ov("first")
 

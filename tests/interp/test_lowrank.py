@@ -6,7 +6,7 @@ import torch
 from tests.interp.builders import noise
 from tnlm.interp import LowRank
 
-close = torch.testing.assert_close
+assert_close = torch.testing.assert_close
 
 
 @pytest.mark.parametrize("m, r, n", [(7, 3, 5), (2, 3, 5), (5, 3, 2), (1, 1, 1)])
@@ -16,16 +16,16 @@ def test_svd_norm_and_inner_are_those_of_the_dense_matrix(m, r, n, dtype):
     b = LowRank(noise(m, 4, seed=2, dtype=dtype), noise(4, n, seed=3, dtype=dtype))
     w = a.tensor()
     u, s, vh = a.svd()
-    close((u * s) @ vh, w)
-    close(u.mH @ u, torch.eye(u.shape[1], dtype=dtype))
-    close(s, torch.linalg.svdvals(w)[: len(s)], rtol=1e-10, atol=1e-12)
-    close(a.norm(), w.norm())
-    close(a.inner(b), (w * b.tensor().conj()).sum())
+    assert_close((u * s) @ vh, w)
+    assert_close(u.mH @ u, torch.eye(u.shape[1], dtype=dtype))
+    assert_close(s, torch.linalg.svdvals(w)[: len(s)], rtol=1e-10, atol=1e-12)
+    assert_close(a.norm(), w.norm())
+    assert_close(a.inner(b), (w * b.tensor().conj()).sum())
     x = noise(n, 2, seed=4, dtype=dtype)
-    close(a @ x, w @ x)
-    close(a.mT.tensor(), w.mT)
+    assert_close(a @ x, w @ x)
+    assert_close(a.mT.tensor(), w.mT)
     peaks = u.gather(0, u.abs().argmax(0, keepdim=True))
-    close(peaks, peaks.abs().to(dtype))
+    assert_close(peaks, peaks.abs().to(dtype))
 
 
 def test_dense_over_the_budget_is_refused_before_allocating():

@@ -6,7 +6,7 @@ import torch
 from tests.interp.builders import make_layer, noise
 from tnlm.interp import degrees, gate_coefficients
 
-close = torch.testing.assert_close
+assert_close = torch.testing.assert_close
 
 
 def test_degrees_of_two_residual_layers():
@@ -20,20 +20,20 @@ def test_degrees_of_two_residual_layers():
     parts = degrees(network, x, 4)
     assert parts.shape == (5, 3, 5)
     assert not parts.is_complex()
-    close(parts.sum(0), network(x))
-    close(parts[4], f2(f1(x)))
-    close(parts[1], x)
-    close(parts[2], f1(x) + f2(x))
-    close(parts[0], torch.zeros_like(x))
-    close(degrees(network, x, 6)[5:], torch.zeros(2, 3, 5).double(), rtol=0, atol=1e-11)
+    assert_close(parts.sum(0), network(x))
+    assert_close(parts[4], f2(f1(x)))
+    assert_close(parts[1], x)
+    assert_close(parts[2], f1(x) + f2(x))
+    assert_close(parts[0], torch.zeros_like(x))
+    assert_close(degrees(network, x, 6)[5:], torch.zeros(2, 3, 5).double(), rtol=0, atol=1e-11)
 
 
 def test_degrees_of_complex_inputs_and_float32():
     b = make_layer(seed=1)
     z = noise(2, 5, dtype=torch.complex128)
     parts = degrees(b, z, 2)
-    close(parts[2] + parts[0], b(z))
-    close(parts[0], b.bias.to(z).expand(2, 3))
+    assert_close(parts[2] + parts[0], b(z))
+    assert_close(parts[0], b.bias.to(z).expand(2, 3))
     single = degrees(b.to(torch.float32), noise(2, 5).float(), 2)
     assert single.dtype == torch.float32
 
@@ -59,12 +59,12 @@ def test_gate_coefficients_are_paths():
 
     paths = gate_coefficients(gated, [2, 1])
     assert paths.shape == (3, 2, 5)
-    close(paths.sum((0, 1)).real, gated(torch.ones(2).to(torch.complex128)).real)
-    close(paths[2, 1].real, f2(f1(x)))
-    close(paths[0, 0].real, x)
-    close(paths[1, 0].real, f1(x))
-    close(paths[0, 1].real, f2(x))
-    close(paths[2, 0], torch.zeros(5).to(paths), rtol=0, atol=1e-12)
+    assert_close(paths.sum((0, 1)).real, gated(torch.ones(2).to(torch.complex128)).real)
+    assert_close(paths[2, 1].real, f2(f1(x)))
+    assert_close(paths[0, 0].real, x)
+    assert_close(paths[1, 0].real, f1(x))
+    assert_close(paths[0, 1].real, f2(x))
+    assert_close(paths[2, 0], torch.zeros(5).to(paths), rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"no polynomial of degree \[1, 1\]"):
         gate_coefficients(gated, [1, 1])
 

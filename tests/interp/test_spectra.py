@@ -7,7 +7,7 @@ from tests.interp.builders import SHAPES, dense, gauged, make_layer, noise
 from tnlm.interp import BilinearTensor, effective_rank, eig
 from tnlm.interp.spectra import lanczos
 
-close = torch.testing.assert_close
+assert_close = torch.testing.assert_close
 
 
 def planted(values, d, seed=0):
@@ -23,9 +23,9 @@ def test_full_decomposition_rebuilds_the_output(shape, method):
     u, x = noise(4, b.d_out, seed=1), noise(11, b.d_in, seed=2)
     pairs = eig(b, u, method=method)
     rebuilt = torch.einsum("nk,bnk->bn", pairs.values, torch.einsum("nik,bi->bnk", pairs.vectors, x).square())
-    close(rebuilt, (b(x) - b.bias) @ u.T, rtol=1e-10, atol=1e-10)
-    close(pairs.vectors.mT @ pairs.vectors, torch.eye(b.d_in).double().expand(4, -1, -1))
-    close(pairs.values.sum(-1), u @ b.traces())
+    assert_close(rebuilt, (b(x) - b.bias) @ u.T, rtol=1e-10, atol=1e-10)
+    assert_close(pairs.vectors.mT @ pairs.vectors, torch.eye(b.d_in).double().expand(4, -1, -1))
+    assert_close(pairs.values.sum(-1), u @ b.traces())
     assert float(pairs.residuals.max()) < 1e-12 * float(pairs.values.abs().max())
     assert torch.equal(pairs.unfound, torch.zeros(4, dtype=torch.float64))
     magnitudes = pairs.values.abs()
@@ -37,7 +37,7 @@ def test_a_form_given_unsymmetrically():
     form = torch.tensor([[1.0, 5.0], [1.0, 2.0]], dtype=torch.float64)
     b = BilinearTensor(torch.eye(2, dtype=torch.float64), form, torch.ones(1, 2, dtype=torch.float64))
     values = eig(b, torch.ones(1, dtype=torch.float64)).values
-    close(values, torch.tensor([4.541381265149109, -1.5413812651491097], dtype=torch.float64))
+    assert_close(values, torch.tensor([4.541381265149109, -1.5413812651491097], dtype=torch.float64))
 
 
 def test_order_and_the_bound_on_what_is_not_listed():
@@ -45,18 +45,18 @@ def test_order_and_the_bound_on_what_is_not_listed():
     u = torch.ones(1, dtype=torch.float64)
     for which, first, rest in [("abs", [-7.0, 3.0], 2.0), ("max", [3.0, 2.0], 7.0), ("min", [-7.0, -1.0], 3.0)]:
         pairs = eig(b, u, 2, which)
-        close(pairs.values, torch.tensor(first, dtype=torch.float64))
-        close(pairs.unfound, torch.tensor(rest, dtype=torch.float64))
+        assert_close(pairs.values, torch.tensor(first, dtype=torch.float64))
+        assert_close(pairs.unfound, torch.tensor(rest, dtype=torch.float64))
         at = [3.0, -7.0, 2.0, -1.0].index(first[0])
-        close((pairs.vectors[:, 0] @ v[:, at]).abs(), torch.tensor(1.0).double())
+        assert_close((pairs.vectors[:, 0] @ v[:, at]).abs(), torch.tensor(1.0).double())
 
 
 def test_spectrum_sees_only_the_function():
     b = make_layer()
     u = noise(2, 3, seed=1)
     one, other = eig(b, u), eig(gauged(b), u)
-    close(one.values, other.values)
-    close(one.vectors, other.vectors, rtol=1e-8, atol=1e-8)  # signs are fixed: largest entry positive
+    assert_close(one.values, other.values)
+    assert_close(one.vectors, other.vectors, rtol=1e-8, atol=1e-8)  # signs are fixed: largest entry positive
     peaks = one.vectors.gather(1, one.vectors.abs().argmax(1, keepdim=True))
     assert bool((peaks > 0).all())
 
@@ -65,9 +65,9 @@ def test_spectrum_sees_only_the_function():
 def test_degenerate_eigenspace_by_its_projector(method):
     b, v = planted([2.0, 2.0, -1.0], 5)
     pairs = eig(b, torch.ones(1, 1, dtype=torch.float64), 3, method=method)
-    close(pairs.values[0], torch.tensor([2.0, 2.0, -1.0], dtype=torch.float64))
+    assert_close(pairs.values[0], torch.tensor([2.0, 2.0, -1.0], dtype=torch.float64))
     space = pairs.vectors[0, :, :2]
-    close(space @ space.T, v[:, :2] @ v[:, :2].T)
+    assert_close(space @ space.T, v[:, :2] @ v[:, :2].T)
 
 
 def test_krylov_finds_planted_components_and_certifies_them():
@@ -79,7 +79,7 @@ def test_krylov_finds_planted_components_and_certifies_them():
     u = torch.linspace(0.5, 2, 5)[:, None]
     pairs = eig(b, u, 3)
     exact = eig(b.to(torch.float64), u.double(), 3, method="full")
-    close(pairs.values.double(), exact.values, rtol=2e-6, atol=0)
+    assert_close(pairs.values.double(), exact.values, rtol=2e-6, atol=0)
     assert float((pairs.residuals / pairs.values[:, :1].abs()).max()) <= 1e-5
     for n in range(3):
         assert float((pairs.vectors[0, :, n].double() @ v[:, n]).abs()) > 0.99
@@ -93,7 +93,7 @@ def test_a_capped_iteration_returns_honest_residuals():
     pairs = eig(b, u, 4, method="krylov", max_steps=9)
     q = b.interaction(u)[0]
     true = (q @ pairs.vectors[0] - pairs.vectors[0] * pairs.values[0]).norm(dim=0)
-    close(pairs.residuals[0], true)
+    assert_close(pairs.residuals[0], true)
     assert float(true.max()) > 1e-3
     # nothing converged, so nothing is excluded: the bound is the norm of the whole form
     assert float(pairs.unfound[0]) >= float(torch.linalg.eigvalsh(q).abs().max())
@@ -103,8 +103,8 @@ def test_lanczos_results_do_not_depend_on_companions():
     b = make_layer(4, 31, 37, bias=False)
     u = noise(6, 4, seed=1)
     together, alone = eig(b, u, 2, method="krylov"), eig(b, u[3:4], 2, method="krylov")
-    close(together.values[3:4], alone.values, rtol=1e-12, atol=0)
-    close(together.vectors[3:4], alone.vectors, rtol=1e-7, atol=1e-9)
+    assert_close(together.values[3:4], alone.values, rtol=1e-12, atol=0)
+    assert_close(together.vectors[3:4], alone.vectors, rtol=1e-7, atol=1e-9)
 
 
 def test_zero_form():
@@ -122,8 +122,8 @@ def test_effective_ranks():
     p = torch.tensor([4, 1, 1], dtype=torch.float64) / 6
     expected = {"participation": 16 / 6, "entropy": float((-(p * p.log()).sum()).exp()), "max": 2.0, "stable": 1.5}
     for kind, value in expected.items():
-        close(effective_rank(b, u, kind), torch.tensor(value, dtype=torch.float64))
-    close(effective_rank(b, 1e-200 * u, "stable"), torch.tensor(1.5, dtype=torch.float64))
+        assert_close(effective_rank(b, u, kind), torch.tensor(value, dtype=torch.float64))
+    assert_close(effective_rank(b, 1e-200 * u, "stable"), torch.tensor(1.5, dtype=torch.float64))
     with pytest.raises(TypeError, match="kind"):
         effective_rank(b, u)
 
@@ -169,4 +169,4 @@ def test_lanczos_on_any_operator():
         tol=1e-12,
         check_every=3,
     )
-    close(pairs.values[:, 0], torch.linalg.eigvalsh(q)[:, -1])
+    assert_close(pairs.values[:, 0], torch.linalg.eigvalsh(q)[:, -1])

@@ -6,7 +6,7 @@ import torch
 from tests.interp.builders import SHAPES, make_layer, monomial, noise
 from tnlm.interp import BilinearTensor, bounds, eig, jacobian_kernel, moments, trace_bounds
 
-close = torch.testing.assert_close
+assert_close = torch.testing.assert_close
 
 
 def second_moment(m):
@@ -19,27 +19,27 @@ def test_moments_of_monomials(d):
     for b, mean, fourth in [(monomial(0, 1, d), 0.0, 1.0), (monomial(0, 0, d), 1.0, 3.0)]:
         for kind, factor in [("gaussian", 1.0), ("sphere", d / (d + 2))]:
             m = moments(b, kind=kind)
-            close(m.mean, torch.tensor([mean]).double())
-            close(second_moment(m), torch.tensor([[factor * fourth]]).double())
+            assert_close(m.mean, torch.tensor([mean]).double())
+            assert_close(second_moment(m), torch.tensor([[factor * fourth]]).double())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_moments_in_terms_of_the_gram(shape):
     b = make_layer(*shape)
     m, g = b.traces(), b.gram("out")
-    close(moments(b, kind="gaussian").mean, m + b.bias)
-    close(moments(b, kind="gaussian").cov, 2 * g)
+    assert_close(moments(b, kind="gaussian").mean, m + b.bias)
+    assert_close(moments(b, kind="gaussian").cov, 2 * g)
     unbiased = moments(BilinearTensor(b.w_l, b.w_r, b.w_d))
-    close(second_moment(unbiased), b.d_in / (b.d_in + 2) * (2 * g + torch.outer(m, m)))
-    close(moments(b).cov, unbiased.cov)
+    assert_close(second_moment(unbiased), b.d_in / (b.d_in + 2) * (2 * g + torch.outer(m, m)))
+    assert_close(moments(b).cov, unbiased.cov)
 
 
 def test_non_central_moments_of_a_square():
     # x ~ N(1, 1): E x^2 = 2, E x^4 = 10
     one = torch.ones(1, dtype=torch.float64)
     m = moments(monomial(0, 0, 1), mean=one, cov=one[None], kind="gaussian")
-    close(m.mean, torch.tensor([2.0]).double())
-    close(second_moment(m), torch.tensor([[10.0]]).double())
+    assert_close(m.mean, torch.tensor([2.0]).double())
+    assert_close(second_moment(m), torch.tensor([[10.0]]).double())
 
 
 def test_non_central_moments_against_samples():
@@ -49,14 +49,14 @@ def test_non_central_moments_against_samples():
     f = b(mean + noise(200_000, 5, seed=3) @ a.T)
     error = f.std(0) / len(f) ** 0.5
     assert float(((f.mean(0) - m.mean) / error).abs().max()) < 4
-    close(torch.cov(f.T), m.cov, rtol=0.05, atol=0.01 * float(m.cov.abs().max()))
+    assert_close(torch.cov(f.T), m.cov, rtol=0.05, atol=0.01 * float(m.cov.abs().max()))
 
 
 def test_moments_under_a_covariance_are_those_of_the_folded_layer():
     b, a = make_layer(), noise(5, 4, seed=2)
     direct, folded = moments(b, cov=a @ a.T, kind="gaussian"), moments(b.fold(a), kind="gaussian")
-    close(direct.mean, folded.mean)
-    close(direct.cov, folded.cov)
+    assert_close(direct.mean, folded.mean)
+    assert_close(direct.cov, folded.cov)
 
 
 @pytest.mark.parametrize("domain", ["sphere", "ball"])
@@ -70,10 +70,10 @@ def test_samples_lie_within_bounds_that_are_attained(domain):
     values = b(x) @ u.T
     assert bool((values <= r.high + 1e-12).all())
     assert bool((values >= r.low - 1e-12).all())
-    close((b(r.argmax) * u).sum(-1), r.high)
-    close((b(r.argmin) * u).sum(-1), r.low)
+    assert_close((b(r.argmax) * u).sum(-1), r.high)
+    assert_close((b(r.argmin) * u).sum(-1), r.low)
     if domain == "sphere":
-        close(r.argmax.square().sum(-1), torch.full((4,), 2.5).double())
+        assert_close(r.argmax.square().sum(-1), torch.full((4,), 2.5).double())
 
 
 def test_bounds_of_monomials():
@@ -112,10 +112,10 @@ def test_brackets_from_trace_and_norm_contain_the_ends():
 def test_jacobian_kernel():
     b, x, y = make_layer(), noise(5, seed=1), noise(5, seed=2)
     j_x, j_y = (torch.autograd.functional.jacobian(b, z) for z in (x, y))
-    close(x @ jacobian_kernel(b) @ y, (j_x * j_y).sum())
+    assert_close(x @ jacobian_kernel(b) @ y, (j_x * j_y).sum())
     data = noise(40, 5, seed=3)
     expected = sum(j.T @ j for j in (torch.autograd.functional.jacobian(b, z) for z in data)) / 40
-    close(jacobian_kernel(b, data.T @ data / 40), expected)
+    assert_close(jacobian_kernel(b, data.T @ data / 40), expected)
 
 
 @pytest.mark.user_error

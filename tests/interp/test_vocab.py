@@ -8,7 +8,7 @@ import torch
 from tests.interp.builders import make_layer, noise
 from tnlm.interp import BilinearTensor, vocab_bounds, vocab_eigs, vocab_moments
 
-close = torch.testing.assert_close
+assert_close = torch.testing.assert_close
 
 
 def make_net(d=30, d_hidden=37, d_vocab=43, used=41, dtype=torch.float64, strong=0):
@@ -42,7 +42,7 @@ def test_narrow_layers_are_dense_and_exact():
     net = make_net()
     pairs = vocab_eigs(net, 0, k=30, tokens=[5, 40, 2], progress=False)
     forms = net.mlp[0].interaction(net.unembed[[5, 40, 2]])
-    close(pairs.vectors @ torch.diag_embed(pairs.values) @ pairs.vectors.mT, forms)
+    assert_close(pairs.vectors @ torch.diag_embed(pairs.values) @ pairs.vectors.mT, forms)
     assert len(vocab_eigs(net, 0, k=1, progress=False).values) == 41
 
 
@@ -51,8 +51,8 @@ def test_moments_are_sums_over_the_spectrum():
     values = torch.linalg.eigvalsh(net.mlp[1].interaction(net.unembed))
     for gram in (None, net.mlp[1].gram("out")):
         m = vocab_moments(net, 1, gram=gram, block=7)
-        close(m.trace, values.sum(1))
-        close(m.frobenius, values.square().sum(1).sqrt())
+        assert_close(m.trace, values.sum(1))
+        assert_close(m.frobenius, values.square().sum(1).sqrt())
     r = vocab_bounds(net, 1)
     assert bool((r.low <= values[:, 0]).all())
     assert bool((r.high >= values[:, -1]).all())
@@ -62,14 +62,14 @@ def test_centring_is_over_the_vocabulary_and_leaves_padding_out():
     net = make_net()
     mean = net.unembed[:41].mean(0)
     shifted = SimpleNamespace(mlp=net.mlp, unembed=net.unembed - mean, tokens=net.tokens)
-    close(vocab_moments(net, 0, center=True).trace, vocab_moments(shifted, 0).trace)
-    close(
+    assert_close(vocab_moments(net, 0, center=True).trace, vocab_moments(shifted, 0).trace)
+    assert_close(
         vocab_eigs(net, 0, k=2, center=True, progress=False).values,
         vocab_eigs(shifted, 0, k=2, progress=False).values,
     )
     # a shift common to all tokens is what softmax cannot see
     moved = SimpleNamespace(mlp=net.mlp, unembed=net.unembed + noise(30, seed=4), tokens=net.tokens)
-    close(vocab_moments(moved, 0, center=True).frobenius, vocab_moments(net, 0, center=True).frobenius)
+    assert_close(vocab_moments(moved, 0, center=True).frobenius, vocab_moments(net, 0, center=True).frobenius)
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
