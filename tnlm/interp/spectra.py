@@ -14,6 +14,8 @@ Which = Literal["abs", "max", "min"]
 
 # Below this width a dense eigendecomposition is cheaper than any iteration.
 _DENSE_WIDTH = 512
+# The iteration's own residual is an estimate: stop below the tolerance, so that the recomputed one meets it.
+_STOP = 0.9
 # Elements of the dense forms held at once.
 _DENSE_BLOCK = 2**25
 
@@ -230,7 +232,7 @@ def lanczos(
             beta[:, -1] = 0
         if m < min(2 * k, max_steps):
             continue
-        ritz = _ritz(alpha, beta, k, which, tol)
+        ritz = _ritz(alpha, beta, k, which, _STOP * tol)
         finished = ritz.converged | (m == max_steps)
         if bool(finished.any()):
             done.append((active[finished], _finish(ritz, finished, basis, form_norms2[active], d)))
