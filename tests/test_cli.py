@@ -114,11 +114,11 @@ def test_a_run_is_measured_on_its_own_validation_tokens(trained, capsys):
 
 
 def test_generate_continues_reproducibly(saved, trained, capsys):
-    first = run(capsys, "generate", saved, "--prompt", "It is", "--seed", 3, "--max-new-tokens", 9)[1]
+    first = run(capsys, "generate", saved, "It is", "--seed", 3, "--max-new-tokens", 9)[1]
     assert len(first["ids"]) == 9
-    assert run(capsys, "generate", saved, "--prompt", "It is", "--seed", 3, "--max-new-tokens", 9)[1] == first
-    assert len(run(capsys, "generate", saved, "--prompt", "It is", "--temperature", 0)[1]["ids"]) == 59
-    assert main(["generate", str(saved), "--prompt", "[b]It", "--temperature", "0", "--max-new-tokens", "3"]) == 0
+    assert run(capsys, "generate", saved, "It is", "--seed", 3, "--max-new-tokens", 9)[1] == first
+    assert len(run(capsys, "generate", saved, "It is", "--temperature", 0)[1]["ids"]) == 59
+    assert main(["generate", str(saved), "[b]It", "--temperature", "0", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("[b]It")
     code, record, _ = run(capsys, "generate", trained, "--seed", 0, "--max-new-tokens", 5)
     assert code == 0
@@ -136,7 +136,7 @@ def test_generation_stops_at_end_of_text_and_does_not_print_it(tmp_path, capsys)
         model.unembed.w_u[small.eot] = model.embed.w_e[small.encode("a")[0]] * 100
     tnlm.save(model, tmp_path / "m")
     small.save(tmp_path / "m")
-    record = run(capsys, "generate", tmp_path / "m", "--prompt", "a", "--temperature", 0)[1]
+    record = run(capsys, "generate", tmp_path / "m", "a", "--temperature", 0)[1]
     assert (record["text"], record["ids"], record["ended"]) == ("", [small.eot], True)
 
 
@@ -168,7 +168,6 @@ def test_explain_sums_to_the_logit(saved, tmp_path, capsys):
         capsys,
         "explain",
         saved,
-        "--prompt",
         "It is",
         "--target",
         "a",
@@ -185,7 +184,7 @@ def test_explain_sums_to_the_logit(saved, tmp_path, capsys):
     assert record["logit"] == pytest.approx((logits[ord("a")] - logits[ord("b")]).item(), abs=1e-4)
     assert sum(row["value"] for row in record["rows"]) == pytest.approx(record["logit"], abs=1e-4)
     assert "It is" in (tmp_path / "e.html").read_text()
-    assert main(["explain", str(saved), "--prompt", "It is", "--top", "3"]) == 0
+    assert main(["explain", str(saved), "It is", "--top", "3"]) == 0
     assert (
         f"logit of {chr(int(model(torch.tensor([list(b'It is')]))[0, -1, :256].argmax()))!r}" in capsys.readouterr().out
     )
@@ -266,15 +265,15 @@ def test_verify_released_records_the_outcome(tmp_path, capsys, monkeypatch):
         (["eval", "SAVED", "--text", "TEXT", "--tokenizer", "./none"], 'tokenizer must be "gpt2", "bytes"'),
         (["eval", "SAVED", "--text", "SAVED"], "Is a directory"),
         (["generate", "SAVED"], "an empty prompt begins with end-of-text, which tokenizer 'bytes' lacks"),
-        (["generate", "SAVED", "--prompt", "x" * 64], "max_new_tokens may be at most 0 here"),
-        (["generate", "SAVED", "--prompt", "x" * 65], "at most n_ctx=64 tokens, got 65"),
-        (["generate", "SAVED", "--prompt", "x", "--temperature", "-1"], "temperature must be"),
-        (["generate", "SAVED", "--prompt", "x", "--top-p", "nan"], "top_p must be"),
+        (["generate", "SAVED", "x" * 64], "max_new_tokens may be at most 0 here"),
+        (["generate", "SAVED", "x" * 65], "at most n_ctx=64 tokens, got 65"),
+        (["generate", "SAVED", "x", "--temperature", "-1"], "temperature must be"),
+        (["generate", "SAVED", "x", "--top-p", "nan"], "top_p must be"),
         (
-            ["explain", "SAVED", "--prompt", "x", "--target", "ab"],
+            ["explain", "SAVED", "x", "--target", "ab"],
             "target must be one token, got 'ab', which is 2: 'a', 'b'",
         ),
-        (["explain", "SAVED", "--prompt", "x", "--foil", ""], "foil must be one token, got '', which is 0: none"),
+        (["explain", "SAVED", "x", "--foil", ""], "foil must be one token, got '', which is 0: none"),
         (["report", "SAVED", "--text", "TEXT", "--rows", "0"], "at least one row of seq + 1 tokens, got rows=0"),
         (["report", "SAVED", "--text", "TEXT", "--seq", "1000"], "got rows=8, seq=1000 and"),
         (["convert", "SAVED", "TEXT"], "text.txt"),
@@ -345,7 +344,7 @@ def test_ctrl_c_is_clean(saved, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tnlm.checkpoint.load", interrupt)
-    assert main(["generate", str(saved), "--prompt", "x"]) == 130
+    assert main(["generate", str(saved), "x"]) == 130
     assert capsys.readouterr() == ("", "tnlm: interrupted\n")
 
 

@@ -196,11 +196,11 @@ class Generate(TextCommand):
 
     Nothing is prepended; the prompt's special text is plain text. An empty prompt starts a document.
 
-    $ tnlm generate runs/nano-bilinear-bilinear-s0 --prompt "The parser" --seed 0
-    $ tnlm generate swiglu-softmax-18l --prompt "Once upon" --temperature 0 --max-new-tokens 20
+    $ tnlm generate runs/nano-bilinear-bilinear-s0 "The parser" --seed 0
+    $ tnlm generate swiglu-softmax-18l "Once upon" --temperature 0 --max-new-tokens 20
     """
 
-    prompt: str = ""
+    prompt: tyro.conf.Positional[str] = ""
     max_new_tokens: int | None = None
     """64, or as many as fit the model's context, when left out."""
     temperature: float = 1.0
@@ -277,11 +277,11 @@ class Explain(TextCommand):
 
     Heads by the token they read, MLPs by eigen-component; exact given the norms of this run.
 
-    $ tnlm explain runs/nano-bilinear-bilinear-s0 --prompt "def __init__(self" --target ","
-    $ tnlm explain bilinear-bilinear-18l --prompt "Paris is in" --target " France" --foil " Spain" --html paris.html
+    $ tnlm explain runs/nano-bilinear-bilinear-s0 "def __init__(self" --target ","
+    $ tnlm explain bilinear-bilinear-18l "Paris is in" --target " France" --foil " Spain" --html paris.html
     """
 
-    prompt: str
+    prompt: tyro.conf.Positional[str]
     target: str | None = None
     """Text of one token; the model's own prediction when left out."""
     foil: str | None = None
