@@ -1,6 +1,6 @@
 """Perform ``docs/first-steps.md`` block by block in a fresh folder: what a newcomer would type, nothing else.
 
-    python scripts/newcomer_tasks.py [--only 3 4] [--keep FOLDER]
+python scripts/newcomer_tasks.py [--only 3 4] [--keep FOLDER]
 """
 
 import argparse
