@@ -113,6 +113,8 @@ def test_transforms_take_eager_and_never_drop_a_tangent(kind):
     _, want = torch.func.jvp(attend("eager"), tensors, tangents)
     assert torch.equal(tangent, want)
     assert want.norm() > 0
+    compiled = torch.compile(lambda *t: torch.func.jvp(attend("auto"), t, tangents)[1], backend="eager")
+    torch.testing.assert_close(compiled(*tensors), want)
     for transform in (torch.vmap, lambda f: lambda *t: torch.func.jvp(f, t, t)):
         stacked = tuple(x[None] for x in tensors) if transform is torch.vmap else tensors
         with pytest.raises(ValueError, match=r'"chunked" cannot run inside torch.func .* use "eager"'):

@@ -73,7 +73,8 @@ def squared_attention(
 def choose(device: torch.device, dtype: torch.dtype, *, seq_q: int, d_qk: int, d_v: int) -> str:
     """What "auto" runs; `recurrent` never, since its rounding differs.
 
-    1. float64 and complex (and anything inside a ``torch.func`` transform or forward-mode AD): eager
+    1. float64 and complex (and anything inside a ``torch.func`` transform or forward-mode AD; where a compiled
+       function holds a transform other than ``jvp``, name "eager" yourself): eager
     2. CUDA or ROCm with triton and a row in `tnlm.kernels.tiles` for the GPU, dtype and widths: triton
     3. other devices up to 192 queries: eager
     4. everything else: chunked
@@ -143,10 +144,12 @@ def _settle(operands: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _transformed(*tensors: Tensor) -> bool:
     """True inside vmap, grad, jvp and the like: custom operators fail there or, worse, drop the tangent."""
+    if any(unpack_dual(x).tangent is not None for x in tensors):
+        return True
+    # What follows cannot be traced, and need not be: compiling a custom operator under vmap or grad is an error
     if torch.compiler.is_compiling():
         return False
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return any(wrapped(x) or unpack_dual(x).tangent is not None for x in tensors)
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
 
 
 @cache
