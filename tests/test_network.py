@@ -254,6 +254,15 @@ def test_accumulation_dtype_reaches_nested_networks():
     assert net.contract().item() == (third.double() ** 2).sum().item()
 
 
+def test_autocast_does_not_reach_the_contraction():
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64):
+        net = Network([(x.to(dtype), "i j"), ("y", "j k")], "i k")
+        expected = net.contract({"y": x.mT.to(dtype)})
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(net.contract({"y": x.mT.to(dtype)}), expected)
+
+
 def test_compiled_network_reuses_its_path(monkeypatch):
     net, a, b = nested()
     run = net.compile({"n": 2}, optimize="random-greedy")

@@ -18,6 +18,8 @@ import torch
 from opt_einsum.paths import get_path_fn
 from torch import Tensor
 
+from tnlm.kernels.precision import without_autocast
+
 DEFAULT_MAX_BYTES = 2**30
 
 Path = tuple[tuple[int, ...], ...]
@@ -70,7 +72,7 @@ class Network:
     Indices are local: an operand that is a Network is known by the names given beside it. Tensors are kept, not
     copied, so gradients reach them. Everything is contracted in one accumulation dtype, the promotion
     (``torch.promote_types``) of the dtypes of all tensors and inputs, nested ones included; it does not depend on
-    shapes, and is the dtype of the result.
+    shapes nor on autocast, and is the dtype of the result.
 
     Raises:
         ValueError: Two sizes for one index (size 1 included: nothing broadcasts), a number of names unlike the
@@ -187,7 +189,10 @@ class Network:
                         del results[operand]
                 else:
                     tensors.append(_tensor(operand, inputs).to(dtype))
-            results[step.network] = opt_einsum.contract(step.equation, *tensors, optimize=step.path, backend="torch")
+            with without_autocast(tensors[0].device.type):
+                results[step.network] = opt_einsum.contract(
+                    step.equation, *tensors, optimize=step.path, backend="torch"
+                )
         return results[self]
 
     def compile(
