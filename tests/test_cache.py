@@ -82,6 +82,19 @@ def test_the_context_counts_what_the_cache_has_seen():
             model(ids(1, 3), cache=cache)
 
 
+@pytest.mark.user_error
+@pytest.mark.parametrize("recurrent, message", [(False, "holds 2 rows, got 1"), (True, "batch=2")])
+def test_a_cache_serves_one_batch(recurrent, message):
+    model, cache, tokens = build(tiny()), Cache(tiny(), recurrent=recurrent), ids(2, 6)
+    with torch.no_grad():
+        # storage of 8 after two calls: the row would fit, and be copied into both
+        first = [model(tokens[:, :4], cache=cache), model(tokens[:, 4:5], cache=cache)]
+        with pytest.raises(ValueError, match=message):
+            model(tokens[:1, 5:], cache=cache)
+        last = model(tokens[:, 5:], cache=cache)
+    torch.testing.assert_close(torch.cat([*first, last], dim=1), model(tokens), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["bilinear", "squared"])
 def test_the_stated_sizes_are_those_held(kind):
     config = tiny(attention=kind)

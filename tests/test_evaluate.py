@@ -75,6 +75,9 @@ def test_bits_per_byte_counts_the_bytes_of_predicted_tokens(model):
     n_bytes = sum(lengths[i] for i in stream[1:22].tolist())
     assert result.bits_per_byte == pytest.approx(result.loss / math.log(2) * 21 / n_bytes, rel=1e-12)
     assert cross_entropy(model, stream, seq=7).bits_per_byte is None
+    # a default device is that of new tensors, not of the model
+    with torch.device("meta"):
+        assert cross_entropy(model, stream, seq=7, rows=3, byte_lengths=lengths) == result
 
 
 def test_byte_lengths_of_the_gpt2_vocabulary():

@@ -108,6 +108,13 @@ def test_a_seed_gives_the_same_tokens_again_and_leaves_torch_alone(model, cache)
 
 
 @pytest.mark.user_error  # a type checker refuses numpy's integers first
+def test_the_default_device_of_the_process_does_not_matter(model):
+    prompt = ids(2, 4)
+    expected = generate(model, prompt, 5, seed=3, stop=[2])
+    with torch.device("meta"):
+        assert torch.equal(generate(model, prompt, 5, seed=3, stop=[2]), expected)
+
+
 def test_numpy_integers_serve(model):
     first = generate(model, ids(3, 4), 9, seed=7, top_k=5, stop=3)
     again = generate(model, ids(3, 4), np.int64(9), seed=np.int64(7), top_k=np.int32(5), stop=np.array([3]))
@@ -286,10 +293,11 @@ def test_recurrent_by_name_says_why_it_cannot_serve_softmax():
 
 
 @pytest.mark.user_error
-def test_nan_weights_are_reported_instead_of_sampled():
-    model = build(tiny())
+@pytest.mark.parametrize("weight, seen", [(math.nan, "nan"), (math.inf, "nan|inf")])
+def test_logits_that_are_no_numbers_are_reported_instead_of_sampled(weight, seen):
+    model = build(tiny(logit_softcap=None))
     with torch.no_grad():
-        model.unembed.w_u[3] = math.nan
+        model.unembed.w_u[3] = weight
     for temperature in (0, 1):
-        with pytest.raises(ValueError, match="got NaN in row 0; check the weights"):
+        with pytest.raises(ValueError, match=f"got ({seen}) in row 0; check the weights"):
             generate(model, ids(2, 4), 3, temperature=temperature)

@@ -29,6 +29,11 @@ class LayerCache:
 
     def extend(self, new: list[Tensor]) -> list[Tensor]:
         """Append along ``seq`` and return everything held so far, as views ``(batch, length, n_head, d)``."""
+        if self._storage and self._storage[0].shape[0] != new[0].shape[0]:
+            raise ValueError(
+                f"a cache serves one batch: it holds {self._storage[0].shape[0]} rows, got {new[0].shape[0]}; "
+                "begin a new one"
+            )
         start, self.length = self.length, self.length + new[0].shape[1]
         if not self._storage or self._storage[0].shape[1] < self.length:
             grown = [t.new_empty(t.shape[0], max(2 * start, self.length), *t.shape[2:]) for t in new]

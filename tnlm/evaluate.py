@@ -95,7 +95,7 @@ def cross_entropy(
         warnings.warn(message, UserWarning, stacklevel=2)
 
     row_sums, row_counts = [], []
-    by_position = torch.zeros(width, dtype=torch.float64)
+    by_position = torch.zeros(width, dtype=torch.float64, device="cpu")
     n_bytes = 0
     for batch in track(_batches(windows, batch_size), "evaluating", enabled=progress):
         stacked = torch.stack(batch).long()
@@ -105,7 +105,7 @@ def cross_entropy(
         row_counts += [targets.shape[1]] * len(batch)
         by_position[: losses.shape[1]] += losses.sum(0)
         if byte_lengths is not None:
-            n_bytes += int(torch.tensor(byte_lengths)[targets].sum())
+            n_bytes += int(torch.tensor(byte_lengths, device=targets.device)[targets].sum())
 
     total = sum(row_counts)
     loss = sum(row_sums) / total

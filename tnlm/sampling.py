@@ -54,12 +54,12 @@ def generate(
 
     Raises:
         ValueError: An argument is out of range, an id is not below ``d_vocab_used``, a prompt is empty or left-padded,
-            or the logits are NaN.
+            or the logits are NaN or overflow.
     """
     limit = model.config.d_vocab_used
     assert limit is not None
     _check_options(temperature, top_k, top_p, max_new_tokens)
-    stops = torch.tensor(_stop_ids(stop, limit), dtype=torch.int64)
+    stops = torch.tensor(_stop_ids(stop, limit), dtype=torch.int64, device="cpu")
     if pad is not None:
         pad = _token_id("pad", pad, model.config.d_vocab)
     _check_prompt(model, tokens, pad, max_new_tokens)
@@ -67,7 +67,7 @@ def generate(
     state = _new_cache(model, cache, tokens.shape[1] + max_new_tokens)
 
     out = tokens.long()
-    running = torch.ones(out.shape[0], dtype=torch.bool)
+    running = torch.ones(out.shape[0], dtype=torch.bool, device="cpu")
     new = out
     for _ in range(max_new_tokens):
         logits = model(out, last=True) if state is None else model(new, cache=state, last=True)
@@ -119,10 +119,12 @@ def _draw(
 ) -> Int[Tensor, " batch"]:
     """One id per row, drawn on the CPU so that a seed means the same on every device."""
     logits = logits.cpu()
-    if logits.isnan().any():
-        row = int(logits.isnan().any(-1).nonzero()[0])
+    largest = logits.amax(-1)
+    if not largest.isfinite().all():
+        row = int((~largest.isfinite()).nonzero()[0])
         raise ValueError(
-            f"logits must be numbers to sample from, got NaN in row {row}; check the weights for NaN or inf"
+            f"logits must be finite to sample from, got {largest[row]} in row {row}; check the weights for NaN or inf, "
+            "or compute in a wider dtype"
         )
     p = probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p)
     if temperature == 0 or p.shape[0] == 0:
