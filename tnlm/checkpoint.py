@@ -24,6 +24,8 @@ __all__ = ["load", "read_config", "save", "to_published"]
 
 _STAGING = ".saving"
 _INDEX = "model.safetensors.index.json"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What weights may be stored and loaded in: dtypes that can be computed with."""
 
 
 def load(
@@ -205,9 +207,11 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _check_values(tensors: Mapping[str, Tensor], checks: Mapping[str, Any], *, label: str) -> None:
-    whole = [f"{key} ({t.dtype})" for key, t in tensors.items() if not t.is_floating_point()]
-    if whole:
-        raise ValueError(f"checkpoint {label} must hold floating-point weights, got {list_names(whole)}")
+    others = [f"{key} ({t.dtype})" for key, t in tensors.items() if t.dtype not in _DTYPES]
+    if others:
+        raise ValueError(
+            f"checkpoint {label} must hold floating-point weights of 16 bits or more, got {list_names(others)}"
+        )
     for key, check in checks.items():
         if key in tensors and (defect := check(tensors[key])):
             raise ValueError(f"checkpoint {label}: {key} {defect}")
@@ -231,9 +235,10 @@ def _check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return torch.float32
     if dtype == "checkpoint":
         return None
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype
-    raise ValueError(f'dtype must be a floating torch.dtype, "checkpoint" or None (float32), got {dtype!r}')
+    if dtype in _DTYPES:
+        return dtype  # type: ignore[return-value]
+    names = ", ".join(map(str, _DTYPES))
+    raise ValueError(f'dtype must be one of {names}, "checkpoint" or None (float32), got {dtype!r}')
 
 
 # Writing

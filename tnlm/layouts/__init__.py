@@ -20,6 +20,11 @@ __all__ = ["LAYOUTS", "OURS", "Layout", "Table", "recognise", "structure", "tie"
 
 def _read_ours(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
     config = ModelConfig.from_dict(raw, source=source)
+    if missing := sorted(config.to_dict().keys() - raw.keys()):
+        raise ValueError(
+            f"{source} must hold every field of ModelConfig, missing {', '.join(missing)}: "
+            "their defaults may not be what the weights were trained with"
+        )
     check_asked(config.attention, attention, source)
     return config
 
