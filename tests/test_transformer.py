@@ -4,6 +4,7 @@ import copy
 import math
 import shutil
 
+import numpy
 import pytest
 import torch
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
@@ -184,6 +185,8 @@ def test_forward_reads_padding_ids_and_both_integer_widths():
     [
         (torch.zeros(5, dtype=torch.long), r"tokens must be \(batch, seq\), got shape \(5,\); add a batch axis"),
         (torch.zeros(1, 1, 5, dtype=torch.long), r"got shape \(1, 1, 5\)"),
+        ([[1, 2]], r"tokens must be a torch tensor \(batch, seq\), got list"),
+        (numpy.zeros((1, 2), int), r"got ndarray"),
         (torch.zeros(1, 5), r"tokens must be int64 or int32, got torch.float32"),
         (torch.zeros(1, 5, dtype=torch.bool), r"got torch.bool"),
         (torch.zeros(1, 5, dtype=torch.uint16), r"got torch.uint16; convert with .long\(\)"),

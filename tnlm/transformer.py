@@ -237,6 +237,8 @@ class Transformer(nn.Module):
         Raises:
             ValueError: Naming the value, its place and the limit.
         """
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"tokens must be a torch tensor (batch, seq), got {type(tokens).__name__}")
         if tokens.ndim != 2:
             raise ValueError(
                 f"tokens must be (batch, seq), got shape {tuple(tokens.shape)}; add a batch axis with [None]"
