@@ -20,19 +20,20 @@ import pdoc.render
 from plotly.offline import get_plotlyjs
 
 import tnlm
+from tnlm.page import FIGURE_STYLE
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = ["fenced-code-blocks", "tables", "header-ids", "code-friendly", "cuddled-lists"]
 STYLE = """
 :root { color-scheme: light dark; --line: rgba(127,127,127,.35); }
 body { font: 16px/1.6 system-ui, sans-serif; max-width: 58rem; margin: 0 auto; padding: 0 1rem 4rem; }
-nav { padding: .8rem 0; border-bottom: 1px solid var(--line); font-size: .9rem; } nav a { margin-right: .9rem; }
+nav { padding: .8rem 0; border-bottom: 1px solid var(--line); font-size: .9rem; }
+nav { display: flex; flex-wrap: wrap; gap: .1rem .9rem; }
 pre { padding: .7rem .9rem; border: 1px solid var(--line); border-radius: 6px; overflow-x: auto; font-size: .88rem; }
 pre.output { border-left: 4px solid var(--line); opacity: .9; }
 code { font-family: ui-monospace, monospace; }
 table { border-collapse: collapse; display: block; overflow-x: auto; }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: left; vertical-align: top; }
-.figure { overflow-x: auto; }
 """
 PLOTLY = "application/vnd.plotly.v1+json"
 
@@ -112,7 +113,7 @@ def output_html(output: dict, name: str) -> str:
 def write(path: Path, title: str, nav: str, body: str, *, script: bool = False) -> None:
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{html.escape(title)}</title><link rel="icon" href="data:,"><style>{STYLE}</style>'
+        f'<title>{html.escape(title)}</title><link rel="icon" href="data:,"><style>{STYLE}{FIGURE_STYLE}</style>'
         + ('<script src="plotly.min.js"></script>' if script else "")
     )
     page = f'<!doctype html><html lang="en"><head>{head}</head><body>{nav}<main>{body}</main></body></html>\n'

@@ -10,12 +10,25 @@ FIGURE_LAYOUT: dict[str, Any] = {
     "plot_bgcolor": "rgba(0,0,0,0)",
     "font": {"color": "#7f7f7f", "family": "system-ui, sans-serif"},
     "margin": {"l": 70, "r": 30, "t": 70, "b": 60},
+    "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#7f7f7f", "activecolor": "#3b7dd8"},
     "colorway": ["#3b7dd8", "#e0803a", "#3fa66b", "#c8508f", "#8a6fd1", "#2fa5b5", "#b09a2f"],
 }
-"""Layout of every figure: transparent, with a grey that stands on white and on black."""
+"""Layout of every figure: transparent, with a grey that can be read on white and on black."""
 
-AXIS = {"gridcolor": "rgba(127,127,127,0.25)", "zerolinecolor": "rgba(127,127,127,0.6)", "linecolor": "#7f7f7f"}
-"""Style of every axis."""
+AXIS: dict[str, Any] = {
+    "gridcolor": "rgba(127,127,127,0.25)",
+    "zerolinecolor": "rgba(127,127,127,0.6)",
+    "linecolor": "#7f7f7f",
+    "automargin": True,
+    "title_standoff": 12,
+}
+"""Style of every axis; titles keep clear of the ticks' labels."""
+
+FIGURE_STYLE = """
+.figure { overflow-x: auto; }
+.js-plotly-plot text:not(.hoverlayer text) { fill: CanvasText !important; }
+"""
+"""Style of figures on our pages: their text in the page's colour, which one grey cannot give in light and in dark."""
 
 _STYLE = """
 :root { color-scheme: light dark; --line: rgba(127,127,127,.35); }
@@ -24,8 +37,9 @@ h1 { line-height: 1.2; } h2 { margin-top: 2.2rem; border-bottom: 1px solid var(-
 table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: left; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
-pre { padding: .8rem; border: 1px solid var(--line); border-radius: 6px; overflow-x: auto; }
-.note { opacity: .75; } .figure { overflow-x: auto; }
+pre { padding: .8rem; border: 1px solid var(--line); border-radius: 6px; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+.note { opacity: .75; }
 """
 
 
@@ -63,7 +77,8 @@ class Page:
         """The whole document."""
         head = (
             f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-            f'<title>{html.escape(self.title)}</title><link rel="icon" href="data:,"><style>{_STYLE}</style>'
+            f'<title>{html.escape(self.title)}</title><link rel="icon" href="data:,">'
+            f"<style>{_STYLE}{FIGURE_STYLE}</style>"
         )
         return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(self._parts)}</body></html>\n'
 

@@ -65,11 +65,12 @@ def eigenvectors(
     table = go.Table(
         header={"values": ["", *(f"{value:+.3g}" for value in lam)], "align": "left"},
         cells={"values": [sign, *columns], "align": "left"},
+        columnwidth=[0.2] + [1.0] * len(columns),
     )
     for part in (table.header, table.cells):
         part.fill, part.line = {"color": "rgba(127,127,127,0.08)"}, {"color": "rgba(127,127,127,0.35)"}
     figure = _styled(go.Figure(table), title, "header: eigenvalue; an eigenvector's sign is free")
-    return figure.update_layout(height=150 + 44 * min(top, len(rows)))
+    return figure.update_layout(height=150 + 44 * min(top, len(rows)), margin_b=10)
 
 
 def interaction(q: Tensor, *, labels: Sequence[str] | None = None, title: str = "Interaction matrix") -> go.Figure:
@@ -166,7 +167,7 @@ def truncation(
 
 def lambdas(net: "Extracted", *, title: str = "Mixing scalars by layer") -> go.Figure:
     """``lambda0`` (residual), ``lambda1`` (embedding) and the value mix of every layer."""
-    layers = list(range(net.n_layer))
+    layers, step = list(range(net.n_layer)), 1 + net.n_layer // 20
     figure = go.Figure()
     scalars = {
         "residual": net.scalars.lambda0,
@@ -175,7 +176,7 @@ def lambdas(net: "Extracted", *, title: str = "Mixing scalars by layer") -> go.F
     }
     for name, values in scalars.items():
         figure.add_scatter(x=layers, y=_array(name, values, 1), name=name, mode="lines+markers")
-    return _styled(figure, title, "exact: read from the weights", x="layer", y="factor")
+    return _styled(figure, title, "exact: read from the weights", x="layer", y="factor").update_xaxes(tick0=0, dtick=step)
 
 
 def lines(

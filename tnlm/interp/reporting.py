@@ -119,7 +119,8 @@ def _model(page: Page, study: _Study) -> None:
         kind = "attention" if ".attn." in name else "MLP" if ".mlp." in name else "embedding and unembedding"
         counts["scalars and biases" if p.ndim < 2 else kind] += p.numel()
     page.table(["part", "parameters"], [*counts.items(), ("all", sum(counts.values()))])
-    page.table(["setting", "value"], list(config.to_dict().items()))
+    settings = config.to_dict().items()
+    page.table(["setting", "value"], [(k, f"{v:g}" if isinstance(v, float) else str(v)) for k, v in settings])
 
 
 def _exactness(page: Page, study: _Study) -> None:

@@ -56,7 +56,7 @@ def comparison(result: Comparison) -> go.Figure:
     figure.update_xaxes(title=f"loss level, {metric}", autorange="reversed", row=3, col=1)
     buttons = _buttons(result, panels)
     if len(buttons) > 1:
-        figure.update_layout(updatemenus=[{"buttons": buttons, "x": 1, "xanchor": "right", "y": 1.06}])
+        figure.update_layout(updatemenus=[{"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.06}])
     return figure
 
 

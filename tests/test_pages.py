@@ -1,0 +1,98 @@
+"""Our pages in a real browser, by ``scripts/check_pages.py``, and that it sees what is wrong with others."""
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import plotly.graph_objects as go
+import pytest
+
+from tnlm.interp import plot
+from tnlm.page import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+GOOD = '<!doctype html><html><head><link rel="icon" href="data:,"></head><body><p id="a">{}</p></body></html>'
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_pages", ROOT / "scripts" / "check_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["check_pages"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def chromium(pages) -> str:
+    found = next(filter(None, map(shutil.which, pages.BROWSERS)), None)
+    if found is None:
+        pytest.skip("no Chromium on the PATH")
+    return found
+
+
+def test_a_page_of_ours_has_no_fault(pages, chromium, tmp_path):
+    page = Page("a page")
+    page.text("quiet words", note=True)
+    page.code("x" * 400)
+    page.table(["name", "value"], [["a", 1.5]])
+    page.figure(plot.spectrum([3.0, -2.0, 1.0]))
+    page.figure(plot.lines({"one": ([0, 1], [2, 3])}, title="lines", x="x", y="y"))
+    file = page.write(tmp_path / "page.html").resolve()
+    seen = pages.check(chromium, [file], figures=2, screenshots=tmp_path / "shots")[file]
+    assert seen.faults == []
+    assert seen.figures == 2
+    light, dark = ((tmp_path / "shots" / f"page-{scheme}.png").read_bytes() for scheme in ("light", "dark"))
+    assert light[:4] == dark[:4] == b"\x89PNG"
+    assert light != dark
+
+
+def test_faults_are_seen(pages, chromium, tmp_path):
+    faults = {
+        "console": ("<script>console.error('lost', 3)</script>", "console: lost 3"),
+        "exception": ("<script>undefined_name + 1</script>", "exception: ReferenceError: undefined_name"),
+        "network": ("<img src='https://example.org/x.png'>", "wants the network: https://example.org/x.png"),
+        "fetch": ("<script>fetch('https://example.org/f').catch(() => 0)</script>", "network: https://example.org/f"),
+        "file": ("<script src='absent.js'></script>", "net::ERR_FILE_NOT_FOUND"),
+        "faint": ("<b style='color: #888'>grey on white</b>", 'contrast in light 3.54: "grey on white" (1 texts)'),
+        "dark": (
+            "<style>:root { color-scheme: light dark }</style><i style='color: #333'>night</i>",
+            'contrast in dark 1.48: "night"',
+        ),
+        "veil": ("<i style='opacity: .3'>veiled</i>", 'contrast in light 2.11: "veiled"'),
+        "svg": ("<svg><text y='20' fill='#eee'>pale</text></svg>", 'contrast in light 1.16: "pale"'),
+        "figure": ("<div class='figure'></div>", "figure 1 of 1 is not drawn"),
+        "wide": ("<div style='width: 1400px'>-</div>", "px wider than a window of 1100"),
+        "link": ("<a href='nowhere.html'>there</a>", "link leads nowhere: nowhere.html"),
+        "section": ("<a href='good.html#b'>there</a>", "link leads nowhere: good.html#b"),
+    }
+    (tmp_path / "good.html").write_text(GOOD.format("words <a href='#a'>there</a>"))
+    for name, (body, _) in faults.items():
+        (tmp_path / f"{name}.html").write_text(GOOD.format(body))
+    seen = pages.check(chromium, [tmp_path / f"{name}.html" for name in ["good", *faults]])
+    found = {page.stem: "\n".join(what.faults) for page, what in seen.items()}
+    assert found.pop("good") == ""
+    for name, (_, expected) in faults.items():
+        assert expected in found[name], name
+
+
+def test_grey_figures_need_the_style_of_the_page(pages, chromium, tmp_path):
+    body = go.Figure(go.Bar(y=[1]), {"font": {"color": "#7f7f7f"}}).to_html(full_html=False)
+    file = (tmp_path / "bare.html").resolve()
+    file.write_text(GOOD.format(f'<div class="figure">{body}</div>'))
+    (fault, *_) = pages.check(chromium, [file], figures=2)[file].faults
+    assert fault.startswith("contrast in light 4.00")
+
+
+def test_arguments(pages, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["check_pages", str(tmp_path), str(tmp_path / "absent.html")])
+    assert pages.main() == 2
+    assert "no page at" in capsys.readouterr().err
+    (tmp_path / "absent.html").write_text("now there")
+    monkeypatch.setattr(pages, "BROWSERS", ("no-such-browser",))
+    assert pages.main() == 0
+    assert "skipped, nothing checked" in capsys.readouterr().err
