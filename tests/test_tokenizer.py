@@ -124,6 +124,12 @@ def test_non_integer_ids_are_refused(byte, bad):
         byte.decode(bad)
 
 
+def test_a_token_for_people_shows_the_bytes_of_half_a_character():
+    tokenizer = tokenizers.get("bytes")
+    shown = [tokenizer.quoted(i) for i in (ord("a"), ord("'"), ord("\n"), 0xE2)]
+    assert shown == ["'a'", '"\'"', "'\\n'", "b'\\xe2'"]
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
 def test_integer_arrays_decode(byte, dtype):
     assert byte.decode(np.array([104, 105], dtype=dtype)) == "hi"

@@ -21,21 +21,30 @@ CAVEAT = "One seed of a nano model proves nothing about architectures; docs/comp
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 on success, 2 on a refused argument, 130 on Ctrl-C."""
+    """Run the demo; 0 on success, 2 on a refused argument or folder, 1 on a diverged run, 128 + n on signal n."""
+    from tnlm.training.outcomes import Diverged, Interrupted
+
     parser = argparse.ArgumentParser(prog="python -m tnlm.demo", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for runs and page (default: demo)")
     parser.add_argument("--steps", type=int, default=None, help="updates per model (default: the nano preset's 250)")
     args = parser.parse_args(argv)
     try:
         record = run(args.out, steps=args.steps)
-    except ValueError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        return _fail(str(error), 2)
+    except Diverged as error:
+        return _fail(str(error), 1)
+    except Interrupted as error:
+        return _fail(str(error), 128 + error.number)
     except KeyboardInterrupt:
-        print("demo: interrupted; the same command continues", file=sys.stderr)
-        return 130
+        return _fail("interrupted; the same command continues", 130)
     print(json.dumps(record))
     return 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"demo: {message}", file=sys.stderr)
+    return code
 
 
 def run(out: Path, *, steps: int | None = None) -> dict[str, Any]:
@@ -51,7 +60,7 @@ def run(out: Path, *, steps: int | None = None) -> dict[str, Any]:
     print("\n== validation loss, nats per token")
     for name, result in results.items():
         print(f"{name:20} {result.val_loss:.4f}   ({result.bits_per_byte:.3f} bits per byte)")
-    print(f"batches of the tensor model per batch of the baseline, at the higher final loss: {ratio:.2f}")
+    print(f"batches of the first per batch of the second, to reach the higher of the two losses: {ratio:.2f}")
     print(CAVEAT)
 
     model = tnlm.load(tensor.folder)
@@ -75,13 +84,14 @@ def run(out: Path, *, steps: int | None = None) -> dict[str, Any]:
 
 def _train(out: Path, mlp: str, attention: str, *, steps: int | None) -> "Result":
     from tnlm.training.loop import train
-    from tnlm.training.presets import preset
+    from tnlm.zoo import training_config
 
-    config = preset("nano", mlp=mlp, attention=attention)  # type: ignore[arg-type]
-    config = config.replace(out=str(out / "runs" / f"{mlp}-{attention}"), sample_tokens=0)
+    folder = out / "runs" / f"{mlp}-{attention}"
+    config = training_config("nano", mlp=mlp, attention=attention).replace(out=str(folder))  # type: ignore[arg-type]
     if steps is not None:
         config = config.replace(steps=steps, val_every=min(config.val_every, max(1, steps // 4)))
-    print(f"== training {mlp} MLP, {attention} attention: {config.steps} steps", file=sys.stderr)
+    begun = " (what is done is kept)" if folder.exists() else ""
+    print(f"== training {mlp} MLP, {attention} attention: {config.steps} steps{begun}", file=sys.stderr)
     return train(config)
 
 
@@ -139,11 +149,12 @@ def _describe_direction(net: Any, token: int, tokens: "Tensor", tokenizer: "Toke
     ids = tokens.unique()
     scores = net.x0[ids] @ pairs.vectors
     print(
-        f"\n== what the last MLP reads to predict {tokenizer.decode([token])!r}: eigenvalue, then tokens at either end"
+        f"\n== what the last MLP reads to predict {tokenizer.quoted(token)}: the quadratic form's largest eigenvalues,"
     )
+    print("   and the tokens whose embeddings reach furthest along the eigenvector, to either side")
     for k, value in enumerate(pairs.values.tolist()):
         order = ids[scores[:, k].argsort(descending=True)].tolist()
-        ends = [" ".join(repr(tokenizer.decode([t])) for t in part) for part in (order[:5], order[:-6:-1])]
+        ends = [" ".join(map(tokenizer.quoted, part)) for part in (order[:5], order[:-6:-1])]
         print(f"{value:+9.3f}   {ends[0]}   |   {ends[1]}")
     print("(x and -x are one input to a quadratic form: the two ends of an eigenvector can be swapped)")
     return pairs.values.tolist()

@@ -114,6 +114,14 @@ class Tokenizer:
         """The bytes that one id stands for, exactly; the end-of-text id gives ``b"<|endoftext|>"``."""
         return next(self._bytes_of([token_id]))
 
+    def quoted(self, token_id: int) -> str:
+        """One token for people, as Python writes it: ``' the'``; part of a character as bytes, ``b'\\xe2\\x80'``."""
+        data = self.token_bytes(token_id)
+        try:
+            return repr(data.decode("utf-8"))
+        except UnicodeDecodeError:
+            return repr(data)
+
     def _bytes_of(self, ids: Iterable[SupportsIndex]) -> Iterator[bytes]:
         for token_id in check_ids(ids, self.d_vocab):
             yield EOT_TEXT.encode() if token_id == self.eot else self._tokens[token_id]

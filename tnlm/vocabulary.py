@@ -72,6 +72,6 @@ def one_token(name: str, text: str, tokenizer: Tokenizer) -> int:
     """
     ids = tokenizer.encode(text)
     if len(ids) != 1:
-        pieces = ", ".join(repr(tokenizer.decode([i])) for i in ids)
+        pieces = ", ".join(tokenizer.quoted(i) for i in ids)
         raise ValueError(f"{name} must be one token, got {text!r}, which is {len(ids)}: {pieces or 'none'}")
     return ids[0]

@@ -98,7 +98,7 @@ class Explanation:
         return name if self.foil is None else f"{name} minus {self._token(self.foil)}"
 
     def _token(self, token: int) -> str:
-        return str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token]))
+        return str(token) if self.tokenizer is None else self.tokenizer.quoted(token)
 
     def label(self, row: Row) -> str:
         """The row's name, with the source token as text when a tokenizer is known."""
