@@ -107,7 +107,6 @@ def test_a_seed_gives_the_same_tokens_again_and_leaves_torch_alone(model, cache)
     assert not torch.equal(generate(model, ids(3, 4), 9, seed=8), first)
 
 
-@pytest.mark.user_error  # a type checker refuses numpy's integers first
 def test_the_default_device_of_the_process_does_not_matter(model):
     prompt = ids(2, 4)
     expected = generate(model, prompt, 5, seed=3, stop=[2])
@@ -115,6 +114,7 @@ def test_the_default_device_of_the_process_does_not_matter(model):
         assert torch.equal(generate(model, prompt, 5, seed=3, stop=[2]), expected)
 
 
+@pytest.mark.user_error  # a type checker refuses numpy's integers first
 def test_numpy_integers_serve(model):
     first = generate(model, ids(3, 4), 9, seed=7, top_k=5, stop=3)
     again = generate(model, ids(3, 4), np.int64(9), seed=np.int64(7), top_k=np.int32(5), stop=np.array([3]))
