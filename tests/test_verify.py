@@ -50,7 +50,7 @@ def test_numerics_of_a_local_model(tmp_path, changes, compared):
     tnlm.save(build(tiny(**changes), torch.float32), tmp_path)
     checks = verify(tmp_path)
     assert outcome(checks) == {"file": "skipped", "numerics": "passed", "cross_entropy": "skipped"}
-    assert checks[0].detail.startswith("no hash is recorded; sha256 model.safetensors ")
+    assert checks[0].detail.startswith("no recorded hash to compare with; sha256 model.safetensors ")
     for name in compared:
         assert f"{name} " in checks[1].detail
     assert ("explicit tensors" in checks[1].detail) == ("explicit tensors" in compared)
@@ -93,6 +93,14 @@ def test_released_model_passes_all_three(cache, files, monkeypatch):
     checks = verify("tiny", text=tokens)
     assert outcome(checks) == {"file": "passed", "numerics": "passed", "cross_entropy": "skipped"}
     assert checks[0].detail.endswith(", as the Hub gave")
+
+
+def test_local_copy_of_a_released_model_is_known_by_its_hash(tmp_path, files, monkeypatch):
+    tokens = ids(100)
+    register(monkeypatch, MODEL.config, files, cross_entropy=(known(MODEL, tokens),))
+    checks = verify(tmp_path / "files", text=tokens)
+    assert outcome(checks) == {"file": "passed", "numerics": "passed", "cross_entropy": "passed"}
+    assert checks[0].detail.endswith(", as recorded for tiny")
 
 
 def test_flipped_bit_fails_the_file(cache, files, monkeypatch):

@@ -76,6 +76,11 @@ def find(name: str) -> Released | None:
     return None
 
 
+def find_file(sha256: str) -> Released | None:
+    """The entry that has a file with this hash, wherever a copy of it lies."""
+    return next((e for e in RELEASED.values() if sha256 in {file.sha256 for file in e.files.values()}), None)
+
+
 def _18l(mlp: MLPKind, attention: AttentionKind) -> ModelConfig:
     return ModelConfig.released(mlp=mlp, attention=attention)
 

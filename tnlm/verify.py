@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tnlm
-from tnlm import hub
+from tnlm import hub, released
 from tnlm.checkpoint import load
 from tnlm.config import POLYNOMIAL_ATTENTIONS
 from tnlm.evaluate import cross_entropy
@@ -53,7 +53,8 @@ def verify(
 ) -> list[Check]:
     """Check a model; three outcomes, in this order.
 
-    - ``file``: its sha256 against the recorded one; structure, keys, shapes and finite weights by loading it.
+    - ``file``: its sha256 against the recorded one, by which a local copy of a released model is known too; structure,
+      keys, shapes and finite weights by loading it.
     - ``numerics``: on random tokens, against the definition in float32: every attention implementation, the explicit
       tensors of the whole network where the layers are polynomials, and the forward in float64.
     - ``cross_entropy``: on ``text``, against the recorded value of a released model, within 2e-3 nats.
@@ -68,8 +69,7 @@ def verify(
     entry = None
     try:
         found = find(name_or_path, revision=revision)
-        entry = found.entry
-        file = _check_file(found)
+        file, entry = _check_file(found)
         if file.status == "failed":
             return [file, *_skip("the file is damaged")]
         model = load(name_or_path, revision=revision, attention=attention, device=device)
@@ -163,8 +163,11 @@ def _skip(why: str) -> list[Check]:
 # The three checks
 
 
-def _check_file(found: Found) -> Check:
-    """The sha256 of each weight file, against the registry's or the name the Hub's cache gave it."""
+def _check_file(found: Found) -> tuple[Check, Released | None]:
+    """The sha256 of each weight file, against the registry's or the name the Hub's cache gave it.
+
+    Also returns the registry's entry, which a local file has when its hash is recorded.
+    """
     entry, folder = found.entry, found.weights.parent
     pinned = entry is not None and entry.revision == found.source["revision"]
     names = [found.weights.name]
@@ -176,15 +179,18 @@ def _check_file(found: Found) -> Check:
         wanted, by = hub.recorded_sha256(folder / name), "the Hub gave"
         if pinned and entry is not None and entry.files[name].sha256 is not None:
             wanted, by = entry.files[name].sha256, "recorded"
+        if wanted is None and found.entry is None and (copied := released.find_file(digest)) is not None:
+            entry, wanted, by = copied, digest, f"recorded for {copied.name}"
         if wanted is None:
             unknown.append(f"{name} {digest}")
         elif digest != wanted:
-            return Check(name="file", status="failed", detail=f"{name} has sha256 {digest}, {by} {wanted}")
+            return Check(name="file", status="failed", detail=f"{name} has sha256 {digest}, {by} {wanted}"), entry
         else:
             good.append(f"{name} {digest}, as {by}")
     if unknown:
-        return Check(name="file", status="skipped", detail=f"no hash is recorded; sha256 {'; '.join(unknown)}")
-    return Check(name="file", status="passed", detail=f"sha256 {'; '.join(good)}")
+        detail = f"no recorded hash to compare with; sha256 {'; '.join(unknown)}"
+        return Check(name="file", status="skipped", detail=detail), entry
+    return Check(name="file", status="passed", detail=f"sha256 {'; '.join(good)}"), entry
 
 
 @torch.no_grad()
