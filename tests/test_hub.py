@@ -273,6 +273,15 @@ def test_no_connection(cache, monkeypatch):
 
 
 @pytest.mark.user_error
+def test_mistyped_folder_is_named_before_the_hub_is_asked(cache, offline, tmp_path, monkeypatch):
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    said = r"there is no folder runs/frst \(runs holds first\); asking the Hub"
+    with pytest.warns(UserWarning, match=said), pytest.raises(ValueError, match=r"cannot get config.json of runs/frst"):
+        tnlm.load("runs/frst")
+
+
+@pytest.mark.user_error
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_cache_that_cannot_be_written(server, cache):
     cache.mkdir(mode=0o555)

@@ -58,6 +58,13 @@ def find(name_or_path: str | os.PathLike[str], *, revision: str | None = None) -
         return find_local(path)
     from tnlm import hub
 
+    if entry is None and (parent := Path(repo).parent).is_dir():
+        warnings.warn(
+            f"there is no folder {repo} ({parent} holds {list_names(p.name for p in parent.iterdir())}); "
+            "asking the Hub for a repository of that name",
+            UserWarning,
+            stacklevel=3,
+        )
     return hub.find(repo, revision=revision, entry=entry)
 
 
