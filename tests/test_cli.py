@@ -353,6 +353,7 @@ def test_help_of_every_command_has_examples(capsys, command):
     assert main([command, "--help"]) == 0
     out = capsys.readouterr().out
     assert f"$ tnlm {command} " in out
+    assert "MODEL" in out.splitlines()[0], "positional arguments are named by what they are"
 
 
 def test_examples_in_help_and_docs_parse(monkeypatch):

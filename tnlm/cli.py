@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -95,7 +95,7 @@ class Verify(Command):
     $ tnlm verify --released --out verification.json
     """
 
-    model: tyro.conf.Positional[str | None] = None
+    model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
     """Folder, weight file or run folder; short name of a released model; or Hub id."""
     released: tyro.conf.FlagCreatePairsOff[bool] = False
     """Download what is not in the cache, about 2 GB for each of the larger models."""
@@ -200,7 +200,8 @@ class Generate(TextCommand):
     $ tnlm generate swiglu-softmax-18l "Once upon" --temperature 0 --max-new-tokens 20
     """
 
-    prompt: tyro.conf.Positional[str] = ""
+    prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")] = ""
+    """Text to continue."""
     max_new_tokens: int | None = None
     """64, or as many as fit the model's context, when left out."""
     temperature: float = 1.0
@@ -250,7 +251,7 @@ class Convert(ModelCommand):
     $ tnlm convert state_step009726.pt models/mine --attention squared_normalized
     """
 
-    folder: tyro.conf.Positional[Path]
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Where to write; made if absent."""
     dtype: Literal["float32", "bfloat16", "float64", "checkpoint"] = "checkpoint"
     """checkpoint keeps each tensor's own."""
@@ -281,7 +282,8 @@ class Explain(TextCommand):
     $ tnlm explain bilinear-bilinear-18l "Paris is in" --target " France" --foil " Spain" --html paris.html
     """
 
-    prompt: tyro.conf.Positional[str]
+    prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")]
+    """Its next token is explained."""
     target: str | None = None
     """Text of one token; the model's own prediction when left out."""
     foil: str | None = None

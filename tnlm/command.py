@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -42,7 +42,7 @@ class Command:
 class ModelCommand(Command):
     """A command about one model."""
 
-    model: tyro.conf.Positional[str]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder, weight file or run folder; short name of a released model; or Hub id."""
     revision: str | None = None
     """Commit, branch or tag of a Hub id."""
