@@ -1,6 +1,6 @@
 """Perform ``docs/first-steps.md`` block by block in a fresh folder: what a newcomer would type, nothing else.
 
-python scripts/newcomer_tasks.py [--only 3 4] [--keep FOLDER]
+python scripts/newcomer_tasks.py [--steps 10] [--only 3 4] [--keep FOLDER]
 """
 
 import argparse
@@ -23,6 +23,11 @@ def tasks() -> list[tuple[str, list[tuple[str, str]]]]:
     return list(zip(parts[::2], blocks, strict=True))
 
 
+def shortened(text: str, steps: int) -> str:
+    """A block with trainings of so many steps."""
+    return re.sub(r"--steps \d+", f"--steps {steps}", text)
+
+
 def perform(language: str, text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run one block as it stands, with the commands of this environment."""
     command = ["bash", "-euc", text] if language == "bash" else [sys.executable, "-c", text]
@@ -34,6 +39,7 @@ def perform(language: str, text: str, folder: Path) -> subprocess.CompletedProce
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, help="updates of each training run (default: what the page says)")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of tasks; those that they build on must be kept")
     parser.add_argument("--keep", type=Path, help="folder to work in, kept afterwards")
     args = parser.parse_args()
@@ -47,7 +53,7 @@ def main() -> int:
                 continue
             began = time.monotonic()
             for language, text in blocks:
-                done = perform(language, text, folder)
+                done = perform(language, text if args.steps is None else shortened(text, args.steps), folder)
                 if done.returncode:
                     print(f"FAILED {title}\n{text}\n{done.stdout}\n{done.stderr}")
                     return 1
