@@ -6,7 +6,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(PY) -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help demo test test-typed compile-kernels check check-all test-gpu types lint notebooks docs bench clean
+.PHONY: help demo test test-typed compile-kernels check check-all test-gpu types lint notebooks docs pages bench clean
 
 help:
 	@echo "make demo       install, train two nano models on a CPU, compare, decompose one, write an HTML page (minutes)"
@@ -67,10 +67,13 @@ notebooks: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(PY) docs/build.py
 
+pages: docs  # every page of site/ in a headless browser, light and dark; says so when there is none
+	$(PY) scripts/check_pages.py site
+
 bench: $(VENV)/.test
 	for b in attention loading interp train_step; do OMP_NUM_THREADS=1 $(PY) benchmarks/$$b.py || exit 1; done
 
-check-all: check test test-typed notebooks docs
+check-all: check test test-typed notebooks pages
 	$(PYTEST) -m "slow and not gpu and not network" tests
 	$(MAKE) compile-kernels KERNELS=--all
 
