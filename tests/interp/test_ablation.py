@@ -55,6 +55,7 @@ def test_ablating_a_pattern_changes_the_logits_and_leaves_no_hook():
     before = model(tokens)
     out = ablate(model, tokens, ("blocks.1.attn.hook_pattern", 2), "zero")
     assert (out - before).abs().max() > 1e-3
+    torch.testing.assert_close(out, ablate(model, tokens, ("blocks.1.attn.hook_z", 2), "zero"))
     torch.testing.assert_close(model(tokens), before, rtol=0, atol=0)
 
 

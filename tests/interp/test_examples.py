@@ -25,6 +25,16 @@ def test_top_examples_are_the_extremes_of_the_layer(pure):
     assert [e.value for e in found.high] == sorted((e.value for e in found.high), reverse=True)
 
 
+def test_bounds_of_a_definite_form_reach_the_small_inputs_that_eps_allows():
+    model, tokens = make("squared", d_hidden=40), torch.randint(0, 11, (2, 5))
+    with torch.no_grad():
+        model.blocks[1].mlp.w_d.abs_()
+    u = torch.ones(30, dtype=torch.float64)
+    found = top_examples(model, tokens, 1, u)
+    assert float(found.bounds.low) == pytest.approx(model.blocks[1].mlp.bias.sum().item(), abs=1e-12)
+    assert float(found.bounds.low) < found.low[0].value
+
+
 def test_equal_contexts_appear_once():
     model = make()
     tokens = torch.randint(0, 11, (1, 6)).repeat(4, 1)
