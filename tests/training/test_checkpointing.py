@@ -10,7 +10,7 @@ import torch
 from tests.training.small import small_config
 from tnlm.training import checkpointing
 from tnlm.training.checkpointing import MARKER, find_defect, find_latest, load, prune, save
-from tnlm.training.loop import build_model
+from tnlm.training.start import build_model
 from tnlm.training.outcomes import SaveError
 
 

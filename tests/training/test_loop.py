@@ -13,7 +13,8 @@ from tnlm.tokenizer import get
 from tnlm.training import train
 from tnlm.training.data import TokenStream
 from tnlm.training.distributed import World
-from tnlm.training.loop import Trainer, build_model, cpu_threads
+from tnlm.training.loop import Trainer
+from tnlm.training.start import build_model, cpu_threads
 from tnlm.training.metrics import read_metrics
 from tnlm.training.optim import Optimizers
 from tnlm.training.shards import find_shards

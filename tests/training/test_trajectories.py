@@ -9,7 +9,8 @@ import torch
 
 import tnlm
 from tests.conftest import GOLDEN, SHARED
-from tnlm.training.loop import Trainer, build_model
+from tnlm.training.loop import Trainer
+from tnlm.training.start import build_model
 from tnlm.training.presets import TrainConfig
 
 

@@ -28,7 +28,8 @@ from tnlm.training.distributed import World, on_main, process_group, sum_over_ra
 from tnlm.training.inputs import open_inputs
 from tnlm.training.optim import Optimizers, gradient_norm
 from tnlm.training.outcomes import Diverged, Interrupted, Result
-from tnlm.training.presets import OPERATIONAL, TrainConfig, load_config
+from tnlm.training.presets import TrainConfig
+from tnlm.training.start import build_model, choose_device, claim_folder, cpu_threads, versions, wants_bfloat16
 from tnlm.transformer import Transformer
 
 
@@ -67,36 +68,6 @@ def train(config: TrainConfig, *, initial: Mapping[str, Tensor] | None = None, p
         trainer = Trainer(config, world=world, device=device, initial=initial, progress=progress)
         with trainer.signals():
             return trainer.run()
-
-
-def choose_device(config: TrainConfig, world: World) -> torch.device:
-    """``config.device``, or this rank's GPU if there is one.
-
-    Raises:
-        ValueError: CUDA is asked for and absent, or there are more ranks than GPUs on this machine.
-    """
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type != "cuda":
-        return device
-    if not torch.cuda.is_available():
-        raise ValueError(f"device={config.device!r} needs a CUDA device and torch sees none; use --device cpu")
-    index = world.local_rank if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise ValueError(
-            f"LOCAL_RANK must be below the number of GPUs, got {index} with {torch.cuda.device_count()}; "
-            "start torchrun with a smaller --nproc_per_node"
-        )
-    return torch.device("cuda", index)
-
-
-def cpu_threads(config: TrainConfig, world: World) -> int:
-    """``config.threads``; by default at most 4, and 1 for each of several ranks."""
-    if config.threads is not None:
-        return config.threads
-    return 1 if world.size > 1 else min(torch.get_num_threads(), 4)
 
 
 class Trainer:
@@ -424,73 +395,6 @@ class Trainer:
         if self.log is not None:
             self.log.append(kind, step=self.step, tokens=self.step * self.config.tokens_per_step, **values)
             self.tracking.log(kind, {"step": self.step, **values})
-
-
-def claim_folder(config: TrainConfig) -> None:
-    """Make the run folder and write ``config.json``; an existing one must hold the same run.
-
-    Raises:
-        ValueError: It holds another run; lists the fields that differ.
-    """
-    path = config.folder / "config.json"
-    if path.exists():
-        old, new = load_config(path).to_dict(), config.to_dict()
-        changed = [f"{k}: {old[k]} -> {new[k]}" for k in new if k not in OPERATIONAL | {"model"} and old[k] != new[k]]
-        models = old["model"], new["model"]
-        changed += [f"model.{k}: {models[0][k]} -> {v}" for k, v in models[1].items() if models[0][k] != v]
-        if changed:
-            raise ValueError(
-                f"{config.folder} holds another run, differing in {'; '.join(changed)}. Choose another --out, repeat "
-                "the command it was started with to resume it, or start a new schedule from it with tnlm-train branch"
-            )
-    config.folder.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(".config.json.part")
-    part.write_text(json.dumps(config.to_dict(), indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
-
-
-def wants_bfloat16(config: TrainConfig, device: torch.device) -> bool:
-    """Whether activations are bf16: asked for, or automatic on a GPU that has it."""
-    if config.precision == "auto":
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return config.precision == "bfloat16"
-
-
-def build_model(config: TrainConfig, *, mixed: bool, initial: Mapping[str, Tensor] | None = None) -> Transformer:
-    """The fresh model on CPU, the same for every world size and device.
-
-    ``replication`` keeps every parameter in float32 and computes in bf16 if ``mixed``. ``replication-exact`` then also
-    holds the embedding and everything below two dimensions in bf16, as the public code does.
-    """
-    torch.manual_seed(config.seed)
-    model = Transformer(config.model)
-    with torch.no_grad():
-        model.embed.w_e.mul_(config.init_scale)
-    if mixed and config.recipe == "replication-exact":
-        for name, p in model.named_parameters():
-            if name == "embed.w_e" or p.ndim < 2:
-                p.data = p.data.bfloat16()
-    elif mixed:
-        model.compute_dtype = torch.bfloat16
-    if initial is not None:
-        model.load_state_dict(initial)
-    return model
-
-
-def versions() -> dict[str, str | None]:
-    """Of tnlm (with the commit of its checkout), torch and python."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=False)
-        commit = done.stdout.strip() or None
-    except (OSError, subprocess.TimeoutExpired):
-        commit = None
-    return {
-        "tnlm": tnlm.__version__,
-        "commit": commit,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _buckets(sums: list[float], windows: int) -> list[list[int | float]]:
