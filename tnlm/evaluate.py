@@ -116,7 +116,7 @@ def cross_entropy(
         tokens=total,
         rows=len(row_sums),
         seq=width,
-        buckets=_buckets(by_position.tolist(), at_position),
+        buckets=position_buckets(by_position.tolist(), at_position),
         bits_per_byte=loss / math.log(2) * total / n_bytes if n_bytes else None,
     )
 
@@ -206,8 +206,8 @@ def _standard_error(sums: list[float], counts: list[int]) -> float | None:
     return math.sqrt(spread * n / (n - 1)) / sum(counts)
 
 
-def _buckets(sums: list[float], counts: list[int]) -> tuple[Bucket, ...]:
-    """Positions 0..63, then doubling: 64..127, 128..255, ..."""
+def position_buckets(sums: list[float], counts: list[int]) -> tuple[Bucket, ...]:
+    """Mean loss of positions 0..63, then doubling: 64..127, 128..255, ...; one sum and count per position."""
     buckets, start, stop = [], 0, 64
     while start < len(sums):
         stop = min(stop, len(sums))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tnlm
-from tnlm.evaluate import token_losses
+from tnlm.evaluate import position_buckets, token_losses
 from tnlm.training import checkpointing, metrics
 from tnlm.training.data import accumulation_steps, inputs_and_targets
 from tnlm.training.distributed import World, on_main, process_group, sum_over_ranks
@@ -150,11 +150,11 @@ class Trainer:
         loss = sum(by_position) / validation.tokens
         if not math.isfinite(loss):
             raise Diverged(f"the validation loss is {loss} at step {self.step}; {self._last_good()}")
-        n_bytes = self.inputs.text_bytes
+        n_bytes, counts = self.inputs.text_bytes, [validation.windows] * config.seq
         return {
             "loss": loss,
             "bits_per_byte": metrics.bits_per_byte(loss, validation.tokens, n_bytes) if n_bytes else None,
-            "buckets": _buckets(by_position, validation.windows),
+            "buckets": [[b.start, b.stop, b.loss] for b in position_buckets(by_position, counts)],
             "val_tokens": validation.tokens,
         }
 
@@ -395,14 +395,3 @@ class Trainer:
         if self.log is not None:
             self.log.append(kind, step=self.step, tokens=self.step * self.config.tokens_per_step, **values)
             self.tracking.log(kind, {"step": self.step, **values})
-
-
-def _buckets(sums: list[float], windows: int) -> list[list[int | float]]:
-    """``[start, stop, mean loss]`` of positions 0..63, then doubling."""
-    buckets: list[list[int | float]] = []
-    start, stop = 0, 64
-    while start < len(sums):
-        stop = min(stop, len(sums))
-        buckets.append([start, stop, sum(sums[start:stop]) / (stop - start) / windows])
-        start, stop = stop, 2 * stop
-    return buckets
