@@ -187,9 +187,9 @@ def matched_n0(base: Sequence[int], variant: Sequence[int], at: float | None = N
     the base's longest horizon. None when the arms share no range, or ``at`` is outside the base's.
     """
     if at is not None:
-        return at if base[0] <= at <= base[-1] else None
+        return float(at) if base[0] <= at <= base[-1] else None
     if len(base) == 1 or len(variant) == 1:
-        return base[-1]
+        return float(base[-1])
     low, high = max(base[0], variant[0]), min(base[-1], variant[-1])
     return math.sqrt(low * high) if low <= high else None
 
