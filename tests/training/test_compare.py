@@ -71,14 +71,14 @@ class TestRecordedCurves:
         assert result.e1.status == "not bracketed"
         assert result.e1.value is None
         assert 100 * result.e2a.value == pytest.approx(1.57, abs=0.01)
-        assert 100 * result.e2a.low == pytest.approx(1.28, abs=0.05)
-        assert 100 * result.e2a.high == pytest.approx(1.88, abs=0.05)
+        assert 100 * result.e2a.low == pytest.approx(1.28, abs=0.02)
+        assert 100 * result.e2a.high == pytest.approx(1.88, abs=0.02)
         assert result.e2a.detail["step"] == pytest.approx(3199.6, abs=0.5)
         assert result.e2b.status == "not comparable"
         assert result.final.value == pytest.approx(3.27847 - 3.28810, abs=1e-5)
         text = to_text(result)
         assert "E1 matched  not bracketed" in text
-        assert "+1.57% batches [+1.3" in text
+        assert "+1.57% batches [+1.28%, +1.87%]" in text
         assert "biased by the warm-down" in text
 
     def test_split_seeds_with_both_horizons(self):
@@ -89,6 +89,24 @@ class TestRecordedCurves:
         assert result.e1.low > -0.01
         assert result.e1.high < 0.01
         assert result.verdict.startswith("not resolved")
+
+    def test_stable_phase(self):
+        """The rate of these runs falls over their last 70 %: both horizons are one curve before, not after."""
+        result = compare_arms(arm("short"), arm("long"), Options(warmdown=0.7))
+        assert result.e3.low < 0 < result.e3.high
+        assert abs(result.e3.value) < 0.004
+        (warning,) = result.warnings[1:]
+        assert warning.startswith("E3 takes the last 70.0% of 3150 and 3350 steps as warm-down, as declared")
+        wrong = compare_arms(arm("short"), arm("long"), Options(warmdown=0.381))
+        assert wrong.e3.low > 0, "what the warning is about"
+
+    def test_stable_phase_at_one_horizon_for_both_arms(self):
+        """Where there is one, a warm-down longer than declared is the same in both arms."""
+        base, variant = arm("short:0-3", "long:0-9"), arm("short:4-7")
+        assert compare(base, variant).e3.note == "the warm-down of these curves is unknown; give --warmdown"
+        result = compare(base, variant, warmdown=0.381)
+        assert result.e3.low < 0 < result.e3.high
+        assert len(result.warnings) == 1
 
     def test_coverage_over_random_splits(self):
         """The halves of one pool are anti-correlated, so a little under the nominal 95 % is expected."""
@@ -229,6 +247,26 @@ class TestFewSeeds:
         reach = result.e1.high - result.e1.value
         assert reach == pytest.approx(half_width, rel=0.05)
 
+    def test_branches_of_one_trunk_do_not_average_noise_away(self):
+        """Between two horizons, runs of one seed are one run's noise, runs of two seeds half of its variance."""
+        base = [make_run(0, 1000)]
+        for seeds, parts in ((("0", "0"), 1 + 1), (("0", "1"), 1 + 1 / 2)):
+            variant = [make_run(seed, n, arm="v") for seed, n in zip(seeds, (900, 1111))]
+            e1 = compare(base, variant, sigma=0.001).e1
+            assert (e1.method, e1.detail["n0"]) == ("delta", 1000)
+            at = math.log(e1.detail["n_star"] / 900) / math.log(1111 / 900)
+            assert at == pytest.approx(0.5, abs=0.03)
+            sd = 0.001 * math.sqrt(parts) / e1.detail["slope"] / 1000
+            assert e1.high - e1.value == pytest.approx(1.959964 * sd, rel=2e-3)
+
+    def test_a_horizon_of_one_seed_has_no_bootstrap(self):
+        """A seed that alone has a horizon would count once in every draw: its noise would be missed."""
+        variant = [*make_arm([900, 1000, 1100], seeds=4, x=0.02, name="v"), make_run(4, 1000, x=0.02, arm="v")]
+        result = compare(make_arm([1000]), variant, sigma=0.001)
+        assert (result.e1.method, result.e2b.method) == ("delta", "delta")
+        assert result.e3.method == "none: fewer than three seeds"
+        assert result.e2a.method == "bootstrap", "at step 1100 all four are alike"
+
     def test_final_difference_uses_the_given_sigma(self):
         result = compare(make_arm([1000], seeds=1), make_arm([1000], seeds=1, x=0.1, name="v"), sigma=0.01, margin=1.0)
         assert result.final.test == "z, given sigma"
@@ -292,8 +330,10 @@ class TestPaired:
     def test_branches_of_one_trunk_are_one_seed(self):
         """Four horizons of one seed each time are three draws, not twelve."""
         runs = make_arm([900, 1000, 1100, 1200], seeds=3, sigma=0.001)
-        weights, freedom = cs.resampled_weights([r.seed for r in runs], [r.steps for r in runs], draws=50, seed=1)
-        assert freedom == 2
+        strata = cs.strata_of([r.seed for r in runs], [r.steps for r in runs])
+        weights = cs.resampled_weights(strata, draws=50, seed=1)
+        assert [len(stratum) for stratum in strata] == [3]
+        assert cs.freedom(weights[1:] @ np.array([r.final for r in runs]), weights[1:], strata) == pytest.approx(2)
         for seed in range(3):
             same = [i for i, r in enumerate(runs) if r.seed == str(seed)]
             assert (weights[:, same] == weights[:, same[:1]]).all()
@@ -424,7 +464,7 @@ class TestEstimators:
         for steps in ([900, 1100], [800, 1000, 1300], [700, 900, 1100, 1400]):
             steps = np.array(steps)
             held = cs.Horizons(steps, law(steps)[None], np.ones(len(steps)))
-            for n in (steps[0] + 1, 1000, steps[-1] - 1):
+            for n in (float(steps[0] + 1), 1000.0, float(steps[-1] - 1)):
                 assert cs.steps_to(held, cs.loss_at(held, n))[0] == pytest.approx(n)
 
     def test_flat_horizons_have_no_answer(self):
@@ -433,15 +473,24 @@ class TestEstimators:
 
     def test_means_of_draws_have_the_right_variance(self):
         values = np.random.default_rng(0).standard_normal(5)
-        weights, freedom = cs.resampled_weights(list(range(5)), ["c"] * 5, draws=40_000)
+        weights = cs.resampled_weights(cs.strata_of(range(5), "ccccc"), draws=40_000)
         means = cs.weighted_means(weights, values)
-        assert (means[0], freedom) == (pytest.approx(values.mean()), 4)
+        assert means[0] == pytest.approx(values.mean())
         assert means[1:].var() == pytest.approx(values.var(ddof=1) / 5, rel=0.03)
 
     def test_interval_widens_for_few_seeds(self):
         draws = np.random.default_rng(0).standard_normal(200_000)
         assert cs.interval(draws, 0.95, 1e9) == pytest.approx((-1.96, 1.96), abs=0.03)
-        assert cs.interval(draws, 0.95, 4) == pytest.approx((-2.776, 2.776), abs=0.08)
+        assert cs.interval(draws, 0.95, 4.0) == pytest.approx((-2.776, 2.776), abs=0.08)
+
+    def test_freedom_of_a_difference_of_means_is_welchs(self):
+        rng = np.random.default_rng(1)
+        few, many = 3 * rng.standard_normal(4), rng.standard_normal(15)
+        strata = cs.strata_of(range(19), "a" * 4 + "b" * 15)
+        weights = cs.resampled_weights(strata, draws=40_000)[1:]
+        gaps = cs.weighted_means(weights[:, 4:], many) - cs.weighted_means(weights[:, :4], few)
+        assert cs.freedom(gaps, weights, strata) == pytest.approx(ttest_ind(many, few, equal_var=False).df, rel=0.02)
+        assert cs.freedom(np.zeros(40_000), weights, strata) == math.inf
 
 
 class TestReport:

@@ -34,7 +34,7 @@ MIN_SEEDS = 3
 class Options:
     """How to compare."""
 
-    at: float | None = None
+    at: float | int | None = None
     """N0 of E1 in steps, instead of the rule."""
     sigma: float | None = None
     """Known standard deviation of one run's final loss, for arms of fewer than three seeds."""
@@ -100,25 +100,39 @@ class _Bootstrap:
         roles = [0] * len(base.runs) + [1] * len(variant.runs)
         units = [run.seed if paired else (role, run.seed) for role, run in zip(roles, runs)]
         cells = [(role, run.steps) for role, run in zip(roles, runs)]
-        self._weights, self._freedom = cs.resampled_weights(units, cells, draws=options.draws, seed=options.seed)
+        self._strata = cs.strata_of(units, cells)
+        self._weights = cs.resampled_weights(self._strata, draws=options.draws, seed=options.seed)
         self._columns = {id(run): i for i, run in enumerate(runs)}
+        self._drawn_among = {column: len(stratum) for stratum in self._strata for unit in stratum for column in unit}
 
     def means(self, arm: Arm, horizon: int, values: np.ndarray) -> np.ndarray:
         """Mean over a cell in each draw; row 0 is the data."""
         columns = [self._columns[id(run)] for run in arm.cell(horizon)]
         return cs.weighted_means(self._weights[:, columns], values)
 
+    def suffices(self, cells: Sequence[tuple[Arm, int]]) -> bool:
+        """Is every run of these arms and horizons drawn among enough seeds?"""
+        columns = [self._columns[id(run)] for arm, horizon in cells for run in arm.cell(horizon)]
+        return min(self._drawn_among[column] for column in columns) >= MIN_SEEDS
+
     def reading(
-        self, x: np.ndarray, cells: Sequence[int], deviation: Callable[[], float], status: Status, **rest: Any
+        self,
+        x: np.ndarray,
+        cells: Sequence[tuple[Arm, int]],
+        deviation: Callable[[], float],
+        status: Status,
+        **rest: Any,
     ) -> Reading:
-        """A reading with a value: ``x`` (rows,), ``cells`` the runs in each cell behind it.
+        """A reading with a value: ``x`` (rows,), ``cells`` the arms and horizons behind it.
 
         ``deviation()`` is the standard deviation of x over that of one run's loss, for the delta method.
         """
         value, confidence = float(x[0]), self.options.confidence
-        if min(cells) >= MIN_SEEDS:
-            low, high = cs.interval(x[1:][~np.isnan(x[1:])], confidence, self._freedom)
-            censored = float(np.mean(~np.isfinite(x[1:])))
+        if self.suffices(cells):
+            known = np.isfinite(x)
+            freedom = cs.freedom(x[known], self._weights[known], self._strata)
+            low, high = cs.interval(x[1:][~np.isnan(x[1:])], confidence, freedom)
+            censored = float(np.mean(~known[1:]))
             return Reading(status, value, _finite(low), _finite(high), "bootstrap", censored=censored, **rest)
         if self.sigma is None:
             return Reading(status, value, method="none: one seed", **rest)
@@ -140,11 +154,13 @@ def compare_arms(base: Sequence[Run], variant: Sequence[Run], options: Options |
     sigma = options.sigma if options.sigma is not None else cs.pooled_sd(groups)
     boot = _Bootstrap(base_arm, variant_arm, options, paired=paired, sigma=sigma)
     e1 = _matched_schedule(base_arm, variant_arm, boot)
-    common = set(base_arm.horizons) & set(variant_arm.horizons)
-    steps = (max(common),) * 2 if common else (base_arm.horizons[-1], variant_arm.horizons[-1])
+    cells = _longest(base_arm, variant_arm)
+    steps = (cells[0][1], cells[1][1])
+    if (warning := _declared_warmdown(cells, options.warmdown)) is not None:
+        warnings.append(warning)
     final = cs.difference(
-        *_aligned(base_arm, variant_arm, steps, paired),
-        paired=paired and bool(common),
+        *_aligned(cells, paired),
+        paired=paired and steps[0] == steps[1],
         confidence=options.confidence,
         margin=options.margin,
         sigma=sigma,
@@ -159,7 +175,7 @@ def compare_arms(base: Sequence[Run], variant: Sequence[Run], options: Options |
         e2b=_mirror(base_arm, variant_arm, boot),
         e3=_stable_phase(base_arm, variant_arm, boot),
         final=final,
-        final_steps=(steps[0], steps[1]),
+        final_steps=steps,
         sigma=sigma,
         paired=paired,
         verdict=verdict,
@@ -168,12 +184,30 @@ def compare_arms(base: Sequence[Run], variant: Sequence[Run], options: Options |
     )
 
 
-def _aligned(base: Arm, variant: Arm, steps: tuple[int, ...], paired: bool) -> tuple[np.ndarray, np.ndarray]:
+def _longest(base: Arm, variant: Arm) -> list[tuple[Arm, int]]:
+    """Both arms at their longest common horizon; without one, each at its own longest."""
+    common = set(base.horizons) & set(variant.horizons)
+    return [(arm, max(common) if common else arm.horizons[-1]) for arm in (base, variant)]
+
+
+def _aligned(cells: Sequence[tuple[Arm, int]], paired: bool) -> list[np.ndarray]:
     """Final losses of both arms, in the order of the seeds when they are paired."""
-    cells = [arm.cell(n) for arm, n in zip((base, variant), steps)]
+    runs = [arm.cell(n) for arm, n in cells]
     if paired:
-        cells = [sorted(cell, key=lambda run: run.seed) for cell in cells]
-    return np.array([run.final for run in cells[0]]), np.array([run.final for run in cells[1]])
+        runs = [sorted(cell, key=lambda run: run.seed) for cell in runs]
+    return [np.array([run.final for run in cell]) for cell in runs]
+
+
+def _declared_warmdown(cells: Sequence[tuple[Arm, int]], fraction: float | None) -> str | None:
+    """E3 takes ``--warmdown`` at its word; only at one common horizon does a wrong word treat both arms alike."""
+    recorded = all(arm.cell(steps)[0].warmdown_steps is not None for arm, steps in cells)
+    base_steps, variant_steps = (steps for _, steps in cells)
+    if fraction is None or recorded or base_steps == variant_steps:
+        return None
+    return (
+        f"E3 takes the last {fraction:.1%} of {base_steps} and {variant_steps} steps as warm-down, as declared; were "
+        "it longer, the schedules would differ within E3's range and read as extra batches"
+    )
 
 
 def _horizons(arm: Arm, boot: _Bootstrap) -> cs.Horizons:
@@ -182,7 +216,7 @@ def _horizons(arm: Arm, boot: _Bootstrap) -> cs.Horizons:
     return cs.Horizons(np.array(arm.horizons), np.stack(means, 1), counts)
 
 
-def matched_n0(base: Sequence[int], variant: Sequence[int], at: float | None = None) -> float | None:
+def matched_n0(base: Sequence[int], variant: Sequence[int], at: float | int | None = None) -> float | None:
     """N0 of E1: ``at``; else the middle (geometric) of the range that both arms cover with several horizons; else
     the base's longest horizon. None when the arms share no range, or ``at`` is outside the base's.
     """
@@ -223,16 +257,20 @@ def _matched_schedule(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
     n_star = float(found[0])
     x = n_star / n0 - 1
     slope = cs.slope_at(variant_curve, n_star)
-    spread = math.sqrt(cs.mean_variance(base_curve, n0) + cs.mean_variance(variant_curve, n_star))
+    parts = [
+        cs.mean_variance(curve.steps, [[run.seed for run in arm.cell(n)] for n in arm.horizons], at)
+        for arm, curve, at in ((base, base_curve, n0), (variant, variant_curve, n_star))
+    ]
+    spread = math.sqrt(sum(parts))
     detail |= {"n_star": n_star, "loss": float(target[0]), "slope": slope, **_converted(x, base, variant)}
-    counts = [*base_curve.counts.tolist(), *variant_curve.counts.tolist()]
-    return boot.reading(found / n0 - 1, counts, lambda: spread / slope / n0, status, detail=detail)
+    cells = [(arm, n) for arm in (base, variant) for n in arm.horizons]
+    return boot.reading(found / n0 - 1, cells, lambda: spread / slope / n0, status, detail=detail)
 
 
 def _converted(x: float, base: Arm, variant: Arm) -> dict[str, float | None]:
     """The same answer in tokens, FLOPs and seconds: ``(1 + x)`` times the ratio of the cost of a step, minus 1."""
 
-    def extra(base_cost: float | None, variant_cost: float | None) -> float | None:
+    def extra(base_cost: float | int | None, variant_cost: float | int | None) -> float | None:
         return (1 + x) * variant_cost / base_cost - 1 if base_cost and variant_cost else None
 
     tokens = [arm.fact("tokens_per_step") for arm in (base, variant)]
@@ -259,10 +297,9 @@ def _within_schedule(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
             "not reached", bound=bound, note=f"not reached by step {horizon}, x > {100 * bound:+.2f}%", detail=detail
         )
     detail["eval_spacing"] = _spacing(steps, float(found[0])) / n0
-    counts = [len(base.cell(n0)), len(variant.cell(horizon))]
+    cells = [(base, n0), (variant, horizon)]
     slope = cs.crossing_slope(steps, curves[0], float(found[0]))
-    spread = math.sqrt(sum(1 / c for c in counts))
-    return boot.reading(found / n0 - 1, counts, lambda: spread / slope / n0, "ok", note=note, detail=detail)
+    return boot.reading(found / n0 - 1, cells, lambda: _spread(cells) / slope / n0, "ok", note=note, detail=detail)
 
 
 def _mirror(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
@@ -279,19 +316,23 @@ def _mirror(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
         return Reading("not reached", bound=0.0, note=note, detail=detail)
     at = float(found[0])
     detail["eval_spacing"] = _spacing(steps, at) / n
-    counts = [len(base.cell(n)), len(variant.cell(n))]
+    cells = [(base, n), (variant, n)]
     slope = cs.crossing_slope(steps, curves[0], at)
-    spread = math.sqrt(sum(1 / c for c in counts))
     with np.errstate(divide="ignore"):
         x = np.where(np.isfinite(found), n / found - 1, -np.inf)
     note = "biased by the warm-down"
-    return boot.reading(x, counts, lambda: spread / slope * n / at**2, "ok", note=note, detail=detail)
+    return boot.reading(x, cells, lambda: _spread(cells) / slope * n / at**2, "ok", note=note, detail=detail)
+
+
+def _spread(cells: Sequence[tuple[Arm, int]]) -> float:
+    """Standard deviation of a difference of two means, over that of one run."""
+    return math.sqrt(sum(1 / len(arm.cell(horizon)) for arm, horizon in cells))
 
 
 def _stable_phase(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
     phases = []
-    for arm in (base, variant):
-        horizon = arm.horizons[-1]
+    cells = _longest(base, variant)
+    for arm, horizon in cells:
         end = arm.stable_end(horizon, boot.options.warmdown)
         if end is None:
             return Reading("not comparable", note="the warm-down of these curves is unknown; give --warmdown")
@@ -323,11 +364,10 @@ def _stable_phase(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
         "values": [float(v) for v in ratios[0]],
         "range": [float(np.nanmin(ratios[0])), float(np.nanmax(ratios[0]))],
     }
-    counts = [len(arm.cell(arm.horizons[-1])) for arm in (base, variant)]
     note = f"median over losses {levels[-1]:.3f}..{levels[0]:.3f}; silent about final quality"
-    if min(counts) < MIN_SEEDS:
+    if not boot.suffices(cells):
         return Reading("ok", float(median[0]), method="none: fewer than three seeds", note=note, detail=detail)
-    return boot.reading(median, counts, lambda: math.nan, "ok", note=note, detail=detail)
+    return boot.reading(median, cells, lambda: math.nan, "ok", note=note, detail=detail)
 
 
 def _verdict(e1: Reading, sigma: float | None) -> tuple[str, int | None]:

@@ -15,34 +15,54 @@ EXPONENTS = np.geomspace(0.02, 5.0, 120)
 """Candidates for b in L = c + a N^-b; the best three are refined by a parabola."""
 
 
-def resampled_weights(
-    units: Sequence[Hashable], cells: Sequence[Hashable], *, draws: int, seed: int = 0
-) -> tuple[np.ndarray, int]:
+def strata_of(units: Sequence[Hashable], cells: Sequence[Hashable]) -> list[list[list[int]]]:
+    """Strata of units of observations: units that occur in the same cells, each as its observations' indices.
+
+    A unit is a seed, or a trunk with all its branches; a cell is an arm and horizon.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for column, unit in enumerate(units):
+        members.setdefault(unit, []).append(column)
+    strata: dict[frozenset, list[list[int]]] = {}
+    for columns in members.values():
+        strata.setdefault(frozenset(cells[column] for column in columns), []).append(columns)
+    return list(strata.values())
+
+
+def resampled_weights(strata: Sequence[Sequence[Sequence[int]]], *, draws: int, seed: int = 0) -> np.ndarray:
     """How often each observation counts in each bootstrap draw, shape (1 + draws, observations); row 0 is ones.
 
-    Units (seeds, or trunks with all their branches) are drawn with replacement among the n units that occur in
-    the same cells (arm and horizon), so no cell is ever empty and branches of one trunk stay together. n - 1 are
-    drawn: the draws of a mean then have the variance s^2 / n, without the bias of n draws (Efron 1982).
-
-    Returns:
-        The weights, and the degrees of freedom, the sum of n - 1.
+    Units are drawn with replacement within their stratum, so no cell is ever empty and branches of one trunk stay
+    together. n - 1 of n are drawn: the draws of a mean then have the variance s^2 / n, without the bias of n draws
+    (Efron 1982).
     """
-    occurs: dict[Hashable, set] = {}
-    for unit, cell in zip(units, cells):
-        occurs.setdefault(unit, set()).add(cell)
-    strata: dict[frozenset, list] = {}
-    for unit, held in occurs.items():
-        strata.setdefault(frozenset(held), []).append(unit)
     rng = np.random.default_rng(seed)
-    drawn: dict[Hashable, np.ndarray] = {}
-    for members in strata.values():
-        n = len(members)
+    weights = np.ones((1 + draws, sum(len(unit) for stratum in strata for unit in stratum)))
+    for stratum in strata:
+        n = len(stratum)
         counts = rng.multinomial(max(1, n - 1), [1 / n] * n, size=draws)
-        drawn.update(zip(members, counts.T))
-    weights = np.ones((1 + draws, len(units)))
-    for column, unit in enumerate(units):
-        weights[1:, column] = drawn[unit]
-    return weights, sum(len(members) - 1 for members in strata.values())
+        for unit, drawn in zip(stratum, counts.T):
+            weights[1:, unit] = drawn[:, None]
+    return weights
+
+
+def freedom(x: np.ndarray, weights: np.ndarray, strata: Sequence[Sequence[Sequence[int]]]) -> float:
+    """Degrees of freedom of the spread of the draws ``x``, (draws,), of any statistic, given their ``weights``.
+
+    Satterthwaite's ``(sum V)^2 / sum(V^2 / (n - 1))``, as in Welch's t, with V the variance that a stratum of n units
+    gives x: ``n / (n - 1)`` times the sum of squared covariances between x and how often a unit was drawn (the
+    infinitesimal jackknife; Efron 2014).
+    """
+    x = x - x.mean()
+    total = weighted = 0.0
+    for stratum in strata:
+        n = len(stratum)
+        counts = weights[:, [unit[0] for unit in stratum]]
+        covariances = x @ (counts - counts.mean(0)) / len(x)
+        variance = n / max(1, n - 1) * float(covariances @ covariances)
+        total += variance
+        weighted += variance**2 / max(1, n - 1)
+    return total**2 / weighted if weighted > 0 else math.inf
 
 
 def weighted_means(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -164,12 +184,17 @@ def slope_at(arm: Horizons, n: float) -> float:
     return float(abs(loss_at(one, low) - loss_at(one, high))[0]) * (1 / (n * math.log(high / low)))
 
 
-def mean_variance(arm: Horizons, n: float) -> float:
-    """Variance of the interpolated loss at ``n`` in units of the variance of one run."""
-    first, fraction = _segment(arm.steps, n)
-    if len(arm.steps) == 1:
-        return 1 / float(arm.counts[0])
-    return float((1 - fraction) ** 2 / arm.counts[first] + fraction**2 / arm.counts[first + 1])
+def mean_variance(steps: np.ndarray, seeds: Sequence[Sequence[str]], n: float) -> float:
+    """Variance of the interpolated loss at ``n`` in units of the variance of one run.
+
+    ``seeds`` are those behind each horizon of ``steps``; the runs of one seed share all their noise.
+    """
+    first, fraction = _segment(steps, n)
+    shares = {seed: (1 - fraction) / len(seeds[first]) for seed in seeds[first]}
+    if fraction:
+        after = seeds[first + 1]
+        shares |= {seed: shares.get(seed, 0.0) + fraction / len(after) for seed in after}
+    return sum(share**2 for share in shares.values())
 
 
 def first_crossing(steps: np.ndarray, curves: np.ndarray, target: np.ndarray) -> np.ndarray:

@@ -112,7 +112,7 @@ class Arm:
         known = self.cell(horizon)[0].warmdown_steps
         if known is None and fraction is None:
             return None
-        return horizon - (known if known is not None else fraction * horizon)  # type: ignore[operator]
+        return float(horizon - (known if known is not None else fraction * horizon))  # type: ignore[operator]
 
 
 def load_run(folder: str | os.PathLike, *, metric: Metric = "loss") -> Run:
