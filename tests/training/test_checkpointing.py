@@ -10,8 +10,8 @@ import torch
 from tests.training.small import small_config
 from tnlm.training import checkpointing
 from tnlm.training.checkpointing import MARKER, find_defect, find_latest, load, prune, save
-from tnlm.training.start import build_model
 from tnlm.training.outcomes import SaveError
+from tnlm.training.start import build_model
 
 
 class Killed(BaseException):

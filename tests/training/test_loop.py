@@ -14,10 +14,10 @@ from tnlm.training import train
 from tnlm.training.data import TokenStream
 from tnlm.training.distributed import World
 from tnlm.training.loop import Trainer
-from tnlm.training.start import build_model, cpu_threads
 from tnlm.training.metrics import read_metrics
 from tnlm.training.optim import Optimizers
 from tnlm.training.shards import find_shards
+from tnlm.training.start import build_model, cpu_threads
 from tnlm.training.tokenize import tokenize_files
 
 
@@ -221,8 +221,10 @@ def test_threads(tmp_path, monkeypatch):
     assert cpu_threads(config.replace(threads=3), World(size=2)) == 3
 
 
-def test_compiled_model_gives_the_same_losses(tmp_path, monkeypatch):
+def test_compiled_model_gives_the_same_losses(tmp_path, monkeypatch, request):
     """The whole step in one graph; the eager backend needs no compiler."""
+    if request.config.getoption("--jaxtyping-packages"):
+        pytest.skip("the runtime type checker cannot be compiled")
     compile_model = torch.compile
     monkeypatch.setattr(torch, "compile", lambda m: compile_model(m, backend="eager", fullgraph=True))
     expected = losses_of(small_config(tmp_path), 3)

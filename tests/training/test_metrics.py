@@ -55,7 +55,7 @@ def test_bits_per_byte():
 
 def test_plain_lines_off_a_terminal(capsys):
     progress = Progress(steps=9726, start=0, enabled=True)
-    progress.train({"step": 500, "loss": 4.123, "lr": 1.0, "tok_s": 1.02e6, "mfu": 0.41}, eta=5025)
+    progress.train({"step": 500, "loss": 4.123, "lr": 1.0, "tok_s": 1.02e6, "mfu": 0.41}, eta=5025.0)
     progress.train({"step": 510, "loss": 4.1, "lr": 1.0}, eta=None)
     progress.close()
     first, second = capsys.readouterr().err.splitlines()
@@ -66,7 +66,7 @@ def test_plain_lines_off_a_terminal(capsys):
 def test_bar_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     progress = Progress(steps=40, start=10, enabled=True)
-    progress.train({"step": 20, "loss": 4.123, "lr": 1.0, "tok_s": 1020.0}, eta=5)
+    progress.train({"step": 20, "loss": 4.123, "lr": 1.0, "tok_s": 1020.0}, eta=5.0)
     progress.say("step 20/40  val 4.0000")
     progress.close()
     shown = capsys.readouterr().err
@@ -77,7 +77,7 @@ def test_bar_on_a_terminal(monkeypatch, capsys):
 
 def test_other_ranks_say_nothing(capsys):
     progress = Progress(steps=40, start=0, enabled=False)
-    progress.train({"step": 20, "loss": 4.0, "lr": 1.0}, eta=5)
+    progress.train({"step": 20, "loss": 4.0, "lr": 1.0}, eta=5.0)
     progress.say("hello")
     assert capsys.readouterr() == ("", "")
 

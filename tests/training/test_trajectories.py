@@ -10,8 +10,8 @@ import torch
 import tnlm
 from tests.conftest import GOLDEN, SHARED
 from tnlm.training.loop import Trainer
-from tnlm.training.start import build_model
 from tnlm.training.presets import TrainConfig
+from tnlm.training.start import build_model
 
 
 def recorded(name: str) -> Path:

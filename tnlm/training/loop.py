@@ -1,12 +1,9 @@
 """The training loop: micro-batches, update, validation, checkpoints, and when to stop."""
 
 import contextlib
-import json
 import math
 import os
-import platform
 import signal
-import subprocess
 import sys
 import threading
 import time
