@@ -37,8 +37,17 @@ def set_gradients(params, step):
 
 
 def fp64_newton_schulz(u, ns_coefficients=muon.COEFFICIENTS, ns_steps=5, eps=1e-7):
-    """The iteration as torch.optim.Muon calls it, in float64."""
-    return newton_schulz(u, steps=ns_steps, dtype=torch.float64).to(u.dtype)
+    """The iteration by its definition in float64, called as torch.optim.Muon calls it."""
+    return defined_newton_schulz(u.double(), ns_steps, eps).to(u.dtype)
+
+
+def defined_newton_schulz(u, steps, eps=1e-7):
+    a, b, c = muon.COEFFICIENTS
+    x = u / (u.norm() + eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
 
 
 class TestAgainstTorch:
@@ -102,6 +111,28 @@ def test_newton_schulz_keeps_singular_vectors_and_lifts_values(shape):
     values = core.diagonal()
     torch.testing.assert_close(core, values.diag(), rtol=0, atol=1e-9)
     assert 0.3 < values.min() <= values.max() < 1.3
+
+
+@pytest.mark.parametrize("steps", range(1, 8))
+@pytest.mark.parametrize("shape", [(5, 13), (13, 5), (6, 12), (7, 11), (1, 3)])
+def test_newton_schulz_is_its_definition(shape, steps):
+    u = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(steps))
+    expected = defined_newton_schulz(u, steps)
+    torch.testing.assert_close(newton_schulz(u, steps=steps, dtype=torch.float64), expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("decades", [0, 3, 6])
+def test_newton_schulz_through_the_gram_matrix_rounds_like_the_definition(decades):
+    """Singular values over many decades: what the squares in a Gram matrix could lose."""
+    generator = torch.Generator().manual_seed(decades)
+    left, right = (torch.linalg.qr(torch.randn(n, 24, generator=generator, dtype=torch.float64))[0] for n in (24, 60))
+    u = left @ torch.logspace(0, -decades, 24, dtype=torch.float64).diag() @ right.mT
+    exact = defined_newton_schulz(u, 5)
+    error, definition = (
+        (x.double() - exact).norm() for x in (newton_schulz(u.float()), defined_newton_schulz(u.float(), 5))
+    )
+    assert error <= 3 * definition
+    assert error <= 3e-5 * exact.norm()
 
 
 def test_newton_schulz_of_a_stack_is_that_of_each():
