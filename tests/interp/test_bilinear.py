@@ -87,12 +87,23 @@ def test_grams_are_those_of_the_dense_tensor(shape):
         assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
-def test_blocks_of_hidden_units_change_nothing(monkeypatch):
-    a, b = make_layer(d_hidden=7, seed=1), make_layer(d_hidden=11, seed=2)
-    whole = (a.inner(b), a.gram("out"), a.gram("in"), b.interaction(noise(4, 3)))
-    monkeypatch.setattr("tnlm.interp.bilinear._BLOCK", 23)
-    for one, other in zip(whole, (a.inner(b), a.gram("out"), a.gram("in"), b.interaction(noise(4, 3))), strict=True):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("limits", [{"_BLOCK": 23}, {"_HERMITIAN_ROWS": 2}, {"_HERMITIAN_ROWS": 3}])
+def test_blocks_of_hidden_units_change_nothing(monkeypatch, dtype, limits):
+    a, b = make_layer(d_hidden=7, seed=1, dtype=dtype), make_layer(d_hidden=11, seed=2, dtype=dtype)
+    metric = noise(5, 4, dtype=dtype) @ noise(5, 4, dtype=dtype).mH
+
+    def results():
+        products = (a.inner(b), a.inner(a), a.inner(a, "gaussian"), a.inner(BilinearTensor(a.w_l, a.w_r, a.w_d)))
+        return (*products, a.gram("out"), a.gram("out", metric), a.gram("in"), b.interaction(noise(4, 3, dtype=dtype)))
+
+    whole = results()
+    for name, value in limits.items():
+        monkeypatch.setattr(f"tnlm.interp.bilinear.{name}", value)
+    for one, other in zip(whole, results(), strict=True):
         assert_close(one, other)
+    assert_close(a.inner(a), a.inner(a * 1))
+    assert a.inner(a).dtype == dtype
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -151,6 +162,7 @@ def test_complex_layers():
 def test_gradients_reach_the_factors():
     factors = [w.requires_grad_() for w in (noise(4, 3), noise(4, 3, seed=1), noise(2, 4, seed=2))]
     assert torch.autograd.gradcheck(lambda *w: BilinearTensor(*w).inner(BilinearTensor(*w)), factors)
+    assert torch.autograd.gradcheck(lambda *w: BilinearTensor(*w).norm(), factors)
 
 
 def test_dense_results_over_the_budget_are_refused_before_allocating():

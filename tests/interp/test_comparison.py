@@ -169,6 +169,9 @@ def test_tree_is_the_inner_product_of_symmetrised_layers():
     a, b = make_stack(1), make_stack(5)
     t, s = (torch.einsum("oab,aij,bkl->oijkl", dense(x[1]), dense(x[0]), dense(x[0])) for x in (a, b))
     assert_close(similarity(a, b, "tree").value, (t * s).sum() / t.norm() / s.norm())
+    shared = [b[0], a[1]]  # one object above two different layers
+    s = torch.einsum("oab,aij,bkl->oijkl", *(dense(x) for x in (a[1], b[0], b[0])))
+    assert_close(similarity(a, shared, "tree").value, (t * s).sum() / t.norm() / s.norm())
 
 
 @pytest.mark.parametrize("d", [2, 3])

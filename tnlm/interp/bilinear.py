@@ -12,6 +12,8 @@ from tnlm.interp._checks import check_bytes, check_choice, check_symmetric, chec
 
 # Elements of one temporary block: 64 MiB in float32.
 _BLOCK = 2**24
+# Units per block at least, where half of the blocks need not be computed.
+_HERMITIAN_ROWS = 256
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -193,7 +195,7 @@ class BilinearTensor:
     ) -> Inexact[Tensor, "m m"]:
         """Gram matrix of one axis of ``S``, the others contracted.
 
-        ``out``: ``sum_ijkl S[o,i,j] M[i,k] M[j,l] S[p,k,l]``; about five ``d_hidden**2 d_in`` products.
+        ``out``: ``sum_ijkl S[o,i,j] M[i,k] M[j,l] S[p,k,l]``; about three ``d_hidden**2 d_in`` products.
         ``in``: ``sum_opj S[o,i,j] M[o,p] S[p,k,j]``; about eight.
 
         Args:
@@ -211,8 +213,7 @@ class BilinearTensor:
             check_symmetric("metric", metric)
         if mode == "in":
             return input_gram(self, metric)
-        g = cross_gram(self, self, metric)
-        return (g + g.mH) / 2
+        return cross_gram(self, self, metric, hermitian=True)
 
     def norm(self) -> Tensor:
         """Frobenius norm of ``S``, float64."""
@@ -222,7 +223,8 @@ class BilinearTensor:
         """Inner product with another layer of the same shape; the last sum is in float64 (complex128).
 
         ``sym``: of the tensors, ``<S_a, S_b>``. ``gaussian``: of the functions, bias included, ``E f_a(x) . f_b(x)``
-        over ``N(0, 1)``. ``sphere``: the same uniformly over ``|x|**2 = d_in``. Five ``d_hidden**2 d_in`` products.
+        over ``N(0, 1)``. ``sphere``: the same uniformly over ``|x|**2 = d_in``. Five ``d_hidden**2 d_in`` products,
+        about three with itself.
         """
         check_choice("kind", kind, ("sym", "gaussian", "sphere"))
         if self.shape != other.shape:
@@ -230,9 +232,11 @@ class BilinearTensor:
         check_tensor("w_l of the other layer", other.w_l, (None, None), self.w_l)
         wide = torch.promote_types(self.dtype, torch.float64)
         total = self.w_l.new_zeros((), dtype=wide)
-        for rows in _row_blocks(self, other):
-            outputs = self.w_d[:, rows].mT @ other.w_d.conj()
-            total = total + (outputs * _unit_kernel(self, other, rows)).sum(dtype=wide)
+        for rows, columns, kernel in _kernel_blocks(self, other, hermitian=other is self):
+            outputs = self.w_d[:, rows].mT @ other.w_d[:, columns].conj()
+            total = total + (outputs * kernel).sum(dtype=wide)
+        if other is self:
+            total = total.real.to(wide)
         if kind == "sym":
             return total
         means, other_means = (b.traces().to(wide) for b in (self, other))
@@ -248,25 +252,41 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b.conj()).sum()
 
 
-def _row_blocks(a: BilinearTensor, b: BilinearTensor) -> Iterator[slice]:
-    step = max(1, _BLOCK // max(1, b.d_hidden))
+def _row_blocks(a: BilinearTensor, b: BilinearTensor, at_most: int | None = None) -> Iterator[slice]:
+    step = max(1, min(_BLOCK // max(1, b.d_hidden), at_most or a.d_hidden))
     return (slice(start, start + step) for start in range(0, a.d_hidden, step))
 
 
-def _unit_kernel(a: BilinearTensor, b: BilinearTensor, rows: slice, metric: Tensor | None = None) -> Tensor:
-    """Inner products ``C`` of the symmetrised units ``sym(l_h r_h^T)``: ``(rows of a, units of b)``."""
-    l_a, r_a, l_b, r_b = a.w_l[rows], a.w_r[rows], b.w_l.mH, b.w_r.mH
-    if metric is not None:
-        l_a, r_a = l_a @ metric, r_a @ metric
-    return ((l_a @ l_b) * (r_a @ r_b) + (l_a @ r_b) * (r_a @ l_b)) / 2
+def _kernel_blocks(
+    a: BilinearTensor, b: BilinearTensor, metric: Tensor | None = None, *, hermitian: bool
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Blocks ``(units of a, units of b, kernel)`` of the inner products of the symmetrised units ``sym(l_h r_h^T)``.
+
+    Of a layer with itself, under a Hermitian metric, the kernel is Hermitian: blocks below its diagonal are left out
+    and those above doubled, so that the real or Hermitian part of a sum over blocks is the whole.
+    """
+    for rows in _row_blocks(a, b, max(_HERMITIAN_ROWS, a.d_hidden // 16) if hermitian else None):
+        columns = slice(rows.start if hermitian else 0, b.d_hidden)
+        l_a, r_a, l_b, r_b = a.w_l[rows], a.w_r[rows], b.w_l[columns].mH, b.w_r[columns].mH
+        if metric is not None:
+            l_a, r_a = l_a @ metric, r_a @ metric
+        kernel = ((l_a @ l_b) * (r_a @ r_b) + (l_a @ r_b) * (r_a @ l_b)) / 2
+        if hermitian:
+            kernel[:, len(l_a) :] *= 2
+        yield rows, columns, kernel
 
 
-def cross_gram(a: BilinearTensor, b: BilinearTensor, metric: Tensor | None = None) -> Tensor:
-    """``G[o, p] = <S_a[o], S_b[p]>`` with a metric ``(d_in of a, d_in of b)`` on both input legs."""
+def cross_gram(
+    a: BilinearTensor, b: BilinearTensor, metric: Tensor | None = None, *, hermitian: bool = False
+) -> Tensor:
+    """``G[o, p] = <S_a[o], S_b[p]>`` with a metric ``(d_in of a, d_in of b)`` on both input legs.
+
+    Pass ``hermitian`` for ``a is b`` under a Hermitian metric: half the work.
+    """
     g = a.w_d.new_zeros(a.d_out, b.d_out)
-    for rows in _row_blocks(a, b):
-        g = g + a.w_d[:, rows] @ (_unit_kernel(a, b, rows, metric) @ b.w_d.mH)
-    return g
+    for rows, columns, kernel in _kernel_blocks(a, b, metric, hermitian=hermitian):
+        g = g + a.w_d[:, rows] @ (kernel @ b.w_d[:, columns].mH)
+    return (g + g.mH) / 2 if hermitian else g
 
 
 def input_gram(b: BilinearTensor, metric: Tensor | None = None, second: Tensor | None = None) -> Tensor:

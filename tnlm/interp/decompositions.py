@@ -36,7 +36,7 @@ def hosvd(b: BilinearTensor, rank_out: int, rank_in: int) -> Tucker:
     """Higher-order SVD of the quadratic part, from the two Grams; ``d**3`` numbers are never formed.
 
     Both inputs share one factor. Exact at full rank; truncated, ``error_bound`` holds. The residual is no part of it
-    (an identity has full rank), nor is the bias. Costs both Grams: about 13 ``d_hidden**2 d_in`` products.
+    (an identity has full rank), nor is the bias. Costs both Grams: about 11 ``d_hidden**2 d_in`` products.
 
     Source: De Lathauwer, De Moor and Vandewalle 2000.
     """

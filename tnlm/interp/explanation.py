@@ -139,7 +139,7 @@ class Explanation:
         key = _key(row)
         if key not in self._writes:
             raise ValueError(f"{row.label} is not a row of this explanation; pick one of .rows")
-        net, model = self._net, self._net.model
+        net = self._net
         write = self._writes[key]()
         last = f"blocks.{net.n_layer - 1}.hook_resid_post" if net.n_layer else "hook_embed"
         factor = net.embed_factor if row.layer is None else net.write_factors[row.layer]
@@ -172,7 +172,7 @@ def explain(
     splits over source positions; an MLP's is ``sum_k lambda_k (v_k . x)^2 + w . bias`` by :func:`tnlm.interp.eig` of
     ``w``. The last position is explained, before the softcap (which keeps the order of logits).
 
-    Exact given the norms of this run. Softmax kinds: given their patterns too. MLPs that are no polynomials are one row.
+    Exact given the norms of this run. Softmax kinds: given their patterns too. An MLP that is no polynomial is one row.
 
     Args:
         model: A model, its :class:`Extracted` view, or anything :func:`tnlm.load` takes.

@@ -38,7 +38,7 @@ def extract(model_or_id: "Transformer | str | Any", *, dtype: torch.dtype | None
     if not isinstance(model, Transformer):
         if isinstance(model, torch.nn.Module):
             raise ValueError(
-                f"extract needs a tnlm.Transformer, got {type(model).__name__}; pass the eager model, not a wrapper of it"
+                f"extract needs a tnlm.Transformer, got {type(model).__name__}; pass the eager model, no wrapper of it"
             )
         from tnlm.checkpoint import load
 

@@ -176,7 +176,9 @@ def lambdas(net: "Extracted", *, title: str = "Mixing scalars by layer") -> go.F
     }
     for name, values in scalars.items():
         figure.add_scatter(x=layers, y=_array(name, values, 1), name=name, mode="lines+markers")
-    return _styled(figure, title, "exact: read from the weights", x="layer", y="factor").update_xaxes(tick0=0, dtick=step)
+    return _styled(figure, title, "exact: read from the weights", x="layer", y="factor").update_xaxes(
+        tick0=0, dtick=step
+    )
 
 
 def lines(

@@ -93,7 +93,7 @@ def attribute(
 
 
 def _shapley(values: Tensor) -> Tensor:
-    """Shares of a form on ``(1, parts)``: the constant is always there, so it keeps its entry and gives up its pairs."""
+    """Shares of a form on ``(1, parts)``: the constant is always there: it keeps its entry, gives up its pairs."""
     shares = values.sum(1) + values[:, 0]
     shares[0] = values[0, 0]
     return shares

@@ -50,7 +50,7 @@ def moments(
             not Gaussian: keep it apart as the bias instead of lifting to ``(1, x)``.
 
     Returns:
-        Costs one output Gram, ``5 d_hidden**2 d_in`` products, twice that with a mean.
+        Costs one output Gram, about three ``d_hidden**2 d_in`` products.
 
     Raises:
         ValueError: Bad shapes, NaN, complex weights, ``cov`` not symmetric positive semi-definite.
