@@ -123,7 +123,7 @@ class TestRecordedCurves:
 
     def test_noise_and_seeds_needed(self):
         assert compare_arms(arm("short"), arm("long")).sigma == pytest.approx(0.00099, abs=1e-5)
-        published = {"sigma": 0.0012, "slope": 0.0048 / 100, "n0": 3350}
+        published = {"sigma": 0.0012, "slope": 0.0048 / 100, "n0": 3350.0}
         assert [cs.seeds_needed(x, **published) for x in (0.04, 0.02, 0.01)] == [1, 3, 9]
 
 

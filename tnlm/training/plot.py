@@ -183,7 +183,7 @@ def _buttons(result: Comparison, panels: Sequence[tuple[go.Scatter, int, Arm | N
     return buttons
 
 
-def _cost(arm: Arm, unit: str) -> float | None:
+def _cost(arm: Arm, unit: str) -> float | int | None:
     tokens, flops = arm.fact("tokens_per_step"), arm.fact("flops_per_token")
     if unit == "tokens":
         return tokens
