@@ -16,7 +16,7 @@ from tnlm import layouts, weightfiles
 from tnlm.card import model_card
 from tnlm.config import ModelConfig
 from tnlm.layouts import Layout, to_published
-from tnlm.resolve import MANIFEST, SAVED, Found, find, is_own_weights, locate
+from tnlm.resolve import MANIFEST, SAVED, Found, find, is_own_weights, is_run, locate
 from tnlm.transformer import Transformer
 from tnlm.weightfiles import Stored, count_nonfinite, list_names, read_json
 
@@ -119,7 +119,7 @@ def save(
         The folder.
 
     Raises:
-        ValueError: The folder holds weights in a format that is not written here.
+        ValueError: The folder holds weights in a format that is not written here, or is that of a training run.
         OSError: Disk full, read-only and the like, with path and cause; what was there is untouched.
     """
     folder = Path(folder)
@@ -131,6 +131,8 @@ def save(
             raise ValueError(
                 f"{folder} already holds {list_names(foreign)}, a second format beside it would be ambiguous"
             )
+        if is_run(folder):
+            raise ValueError(f"{folder} is the folder of a training run, whose config.json would be lost; name another")
         finish_save(folder)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
@@ -223,7 +225,10 @@ def _own(t: Tensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _check_device(device: torch.device | str) -> torch.device:
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be one that torch knows, such as cpu or cuda:0, got {device!r}") from error
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f'device="{device}" needs a CUDA device, and torch sees none; use device="cpu"')
     return place

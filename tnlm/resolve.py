@@ -95,6 +95,14 @@ def locate(
     return None, text, None
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a training run: its ``config.json`` describes the training, not only the model."""
+    try:
+        return {"model", "steps", "recipe"} <= json.loads((folder / "config.json").read_bytes()).keys()
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def is_path_like(text: str) -> bool:
     """Whether a string can only be meant as a local path."""
     return (
