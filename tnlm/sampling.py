@@ -10,7 +10,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from tnlm.cache import RECURRENT_ATTENTIONS, Cache, position_numbers, state_numbers
-from tnlm.transformer import Transformer, check_ids
+from tnlm.config import ModelConfig
+from tnlm.transformer import TOKEN_DTYPES, Transformer, check_ids
 
 CacheKind = Literal["auto", "kv", "recurrent", "none"]
 
@@ -161,22 +162,28 @@ def _check_options(temperature: float | int, top_k: int | None, top_p: float | i
 def _check_prompt(model: Transformer, tokens: Tensor, pad: int | None, max_new_tokens: int) -> None:
     config = model.config
     assert config.d_vocab_used is not None
-    model.check_tokens(tokens, limit=config.d_vocab)
+    if isinstance(tokens, Tensor) and tokens.dtype in TOKEN_DTYPES and tokens.ndim == 2:
+        _refuse_left_padding(tokens[:, :1].cpu(), config, pad)
+    model.check_tokens(tokens, limit=config.d_vocab_used)
     if tokens.shape[1] == 0:
         raise ValueError("every prompt must hold at least one token, got seq=0; begin with the end-of-text id")
-    first = tokens[:, 0].cpu()
-    padded = (first >= config.d_vocab_used) | (first == (-1 if pad is None else pad))
-    if padded.any():
-        row = int(padded.nonzero()[0])
-        raise ValueError(
-            f"prompts must not be left-padded: row {row} begins with padding id {int(first[row])}. No softmax divides "
-            "the attention, so a padding token would add to every output; batch prompts of one length instead"
-        )
     check_ids(tokens.cpu(), config.d_vocab_used)
     if tokens.shape[1] + max_new_tokens > config.n_ctx:
         raise ValueError(
             f"prompt and continuation must fit n_ctx={config.n_ctx}, got {tokens.shape[1]} + {max_new_tokens} tokens; "
             f"max_new_tokens may be at most {config.n_ctx - tokens.shape[1]} here"
+        )
+
+
+def _refuse_left_padding(first: Int[Tensor, "batch one"], config: ModelConfig, pad: int | None) -> None:
+    padded = (first >= config.d_vocab_used) & (first < config.d_vocab)
+    if pad is not None:
+        padded |= first == pad
+    if padded.any():
+        row = int(padded.nonzero()[0, 0])
+        raise ValueError(
+            f"prompts must not be left-padded: row {row} begins with padding id {int(first[row, 0])}. No softmax "
+            "divides the attention, so a padding token would add to every output; batch prompts of one length instead"
         )
 
 
