@@ -125,7 +125,8 @@ def api_reference(out: Path) -> None:
     skipped = re.compile(r"tnlm\.(lens|integrations|kernels\.triton|demo)|\._")
     modules = [m.name for m in pkgutil.walk_packages(tnlm.__path__, "tnlm.") if not skipped.search(m.name)]
     warnings.filterwarnings("ignore", message="Found '.*' in tnlm")  # lazy names, documented where they are defined
-    pdoc.render.configure(docformat="google", show_source=True, footer_text="tnlm")
+    style = ROOT / "docs" / "api"  # its custom.css adds to pdoc's own
+    pdoc.render.configure(docformat="google", show_source=True, footer_text="tnlm", template_directory=style)
     pdoc.pdoc("tnlm", *modules, output_directory=out)
 
 

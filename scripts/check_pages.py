@@ -248,11 +248,11 @@ def check(executable: str, pages: list[Path], *, figures: int = 0, screenshots: 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("pages", type=Path, nargs="+", help="HTML files, or folders of them (not searched deeper)")
+    parser.add_argument("pages", type=Path, nargs="+", help="HTML files, or folders of them")
     parser.add_argument("--figures", type=int, default=0, help="figures that each page must have (default: 0)")
     parser.add_argument("--screenshots", type=Path, help="folder for one PNG per page and colour scheme")
     args = parser.parse_args()
-    pages = [page for path in args.pages for page in (sorted(path.glob("*.html")) if path.is_dir() else [path])]
+    pages = [page for path in args.pages for page in (sorted(path.rglob("*.html")) if path.is_dir() else [path])]
     if missing := [str(page) for page in pages if not page.is_file()] or [str(p) for p in args.pages if not pages]:
         print(f"no page at {', '.join(missing)}", file=sys.stderr)
         return 2

@@ -4,7 +4,7 @@ import importlib.util
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import plotly.graph_objects as go
 import pytest
@@ -16,15 +16,20 @@ ROOT = Path(__file__).resolve().parents[1]
 GOOD = '<!doctype html><html><head><link rel="icon" href="data:,"></head><body><p id="a">{}</p></body></html>'
 
 
-@pytest.fixture(scope="module")
-def pages() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_pages", ROOT / "scripts" / "check_pages.py")
+def load_script(path: str) -> ModuleType:
+    name = path.replace("/", "_")
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"{path}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["check_pages"] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    return load_script("scripts/check_pages")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +54,19 @@ def test_a_page_of_ours_has_no_fault(pages, chromium, tmp_path):
     light, dark = ((tmp_path / "shots" / f"page-{scheme}.png").read_bytes() for scheme in ("light", "dark"))
     assert light[:4] == dark[:4] == b"\x89PNG"
     assert light != dark
+
+
+def test_the_api_reference_is_readable_in_light_and_dark(pages, chromium, tmp_path, monkeypatch):
+    """One module with decorators, strings, numbers and defaults stands for all."""
+    pytest.importorskip("pdoc", reason='the docs tools are not installed: pip install -e ".[docs]"')
+    pytest.importorskip("markdown2", reason='the docs tools are not installed: pip install -e ".[docs]"')
+    build = load_script("docs/build")
+    monkeypatch.setattr(build.pkgutil, "walk_packages", lambda *_: [SimpleNamespace(name="tnlm.sampling")])
+    build.api_reference(tmp_path)
+    files = [tmp_path / "tnlm.html", tmp_path / "tnlm" / "sampling.html"]
+    seen = pages.check(chromium, files, screenshots=tmp_path)
+    assert [what.faults for what in seen.values()] == [[], []]
+    assert (tmp_path / "sampling-dark.png").read_bytes() != (tmp_path / "sampling-light.png").read_bytes()
 
 
 def test_faults_are_seen(pages, chromium, tmp_path):
