@@ -1,14 +1,20 @@
 """Command tnlm, called in process on tiny saved models."""
 
 import json
+import os
+import re
 import shlex
 import shutil
+import subprocess
+import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
 
 import tnlm
+from tests.hub_cache import go_offline, use_cache
 from tests.tiny_models import build, tiny
 from tnlm import cli, tokenizer
 from tnlm.cli import COMMANDS, main
@@ -257,7 +263,14 @@ def test_verify_released_records_the_outcome(tmp_path, capsys, monkeypatch):
         (["verify"], "which model? Name one, or pass --released"),
         (["verify", "./missing"], "the local path ./missing does not exist"),
         (["verify", "unheard-of", "--released"], "'unheard-of' is no released model; those are bilinear-bilinear-18l"),
+        (["verify", "--released", "--revision", "main"], "leave out --revision and --attention"),
         (["eval", "SAVED"], "which text? Pass --text FILE"),
+        (["eval", "SAVED", "--text", "TEXT", "--limit", "3"], "--limit belongs to --tasks"),
+        (
+            ["eval", "SAVED", "--tasks", "q.json", "--text", "TEXT", "--seq", "3"],
+            "--text, --seq cannot go with --tasks",
+        ),
+        (["eval", "SAVED", "--text", "TEXT", "--device", "banana"], "device must be one that torch knows"),
         (["eval", "SAVED", "--text", "./missing.txt"], "No such file or directory: 'missing.txt'"),
         (["eval", "SAVED", "--text", "TEXT", "--seq", "65"], "seq must be between 1 and n_ctx=64, got 65"),
         (["eval", "SAVED", "--text", "TEXT", "--rows", "0"], "rows must be at least 1"),
@@ -273,6 +286,7 @@ def test_verify_released_records_the_outcome(tmp_path, capsys, monkeypatch):
             ["explain", "SAVED", "x", "--target", "ab"],
             "target must be one token, got 'ab', which is 2: 'a', 'b'",
         ),
+        (["explain", "SAVED", "x", "--top", "-1"], "top must be at least 0, got -1"),
         (["explain", "SAVED", "x", "--foil", ""], "foil must be one token, got '', which is 0: none"),
         (["report", "SAVED", "--text", "TEXT", "--rows", "0"], "at least one row of seq + 1 tokens, got rows=0"),
         (["report", "SAVED", "--text", "TEXT", "--seq", "1000"], "got rows=8, seq=1000 and"),
@@ -339,6 +353,53 @@ def test_warnings_are_short_lines_on_stderr(tmp_path, capsys):
     assert "tnlm: warning: released models with bilinear attention predict badly beyond position 512" in err
 
 
+def test_a_run_is_not_overwritten(trained, capsys):
+    """Its config.json says how to train on; that of a model would take its place."""
+    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    code, _, err = run(capsys, "convert", trained, trained)
+    assert code == 2
+    assert "is the folder of a training run, whose config.json would be lost; name another" in err
+    assert {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()} == before
+
+
+def test_verify_of_what_cannot_be_had_is_not_a_success(tmp_path, capsys, monkeypatch):
+    go_offline(monkeypatch)
+    use_cache(tmp_path, monkeypatch)
+    code, record, _ = run(capsys, "verify", "bilinear-bilinear-18l")
+    assert code == 1
+    assert not record["passed"]
+    assert {check["status"] for check in record["checks"]} == {"skipped"}
+
+
+def test_tables_cut_nothing_off(saved, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["verify", str(saved)]) == 0
+    digest = sha256((saved / "model.safetensors").read_bytes()).hexdigest()
+    assert digest in re.sub(r"[^0-9a-z]", "", capsys.readouterr().out)
+
+
+def in_bash(line):
+    """A line of bash, with the commands of this environment."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = ["bash", "-c", line]
+    return subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("command", ["info MODEL", "info MODEL --json", "info --help"])
+def test_a_reader_that_leaves_is_no_error(saved, command):
+    done = in_bash(f"tnlm {command.replace('MODEL', str(saved))} | true; exit ${{PIPESTATUS[0]}}")
+    assert done.returncode == 141
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("flag", ["", "--json"])
+def test_output_that_cannot_be_written_is_one_message(saved, flag):
+    done = in_bash(f"tnlm info {saved} {flag} > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "tnlm: [Errno 28] No space left on device\n"
+
+
 def test_ctrl_c_is_clean(saved, capsys, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
@@ -354,6 +415,8 @@ def test_help_of_every_command_has_examples(capsys, command):
     out = capsys.readouterr().out
     assert f"$ tnlm {command} " in out
     assert "MODEL" in out.splitlines()[0], "positional arguments are named by what they are"
+    assert "None" not in out, "what may be left out has no default to name"
+    assert "default: )" not in out
 
 
 def test_examples_in_help_and_docs_parse(monkeypatch):

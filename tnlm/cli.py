@@ -3,10 +3,10 @@
 The application layer: with ``tnlm.demo`` it alone may import training and interp, inside its commands. Asking for help
 imports no torch. Progress and warnings go to stderr; with ``--json`` stdout holds one JSON record and nothing else.
 
-Exit codes: 0 done, 1 a check of ``verify`` failed, 2 a wrong argument or file (the message says which), 130 Ctrl-C.
+Exit codes: 0 done, 1 a check of ``verify`` failed or none could be made, 2 a wrong argument or file (the message says
+which), 130 Ctrl-C, 141 whoever read the output has left (``| head``).
 """
 
-import json as jsonlib
 import sys
 import warnings
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tnlm.command import Command, ModelCommand, TextCommand, load_model
+from tnlm.command import Command, ModelCommand, TextCommand, guarded, load_model, print_record
 from tnlm.vocabulary import encode_prompt, find_tokenizer, folders_of, one_token, saved_tokenizer, source_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tnlm.tokenizer import Tokenizer
     from tnlm.transformer import Transformer
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, USAGE = 0, 1, 2
 REPORT_SEQ = 128
 """Tokens per row of a report, when the model can read as many."""
 
@@ -86,7 +86,9 @@ class Info(ModelCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Verify(Command):
-    """Check a model: its file, its numerics, its cross-entropy on known text. Exit code 1 when a check fails.
+    """Check a model: its file, its numerics, its cross-entropy on known text.
+
+    Exit code 1 when a check fails, or when none could be made: then nothing is known about the model.
 
     --released checks every released model, or the one named, and records the outcome.
 
@@ -96,7 +98,7 @@ class Verify(Command):
     """
 
     model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
-    """Folder, weight file or run folder; short name of a released model; or Hub id."""
+    """Folder, weight file or run folder; short name of a released model; or Hub id. --released needs none."""
     released: tyro.conf.FlagCreatePairsOff[bool] = False
     """Download what is not in the cache, about 2 GB for each of the larger models."""
     out: Path = Path("verification.json")
@@ -117,6 +119,8 @@ class Verify(Command):
 
         options: dict[str, Any] = {"text": self.text, "protocol": self.protocol, "device": self.device}
         if self.released:
+            if self.revision is not None or self.attention is not None:
+                raise ValueError("--released checks what is recorded: leave out --revision and --attention")
             names = None if self.model is None else [_registered(self.model)]
             record = verification.verify_released(self.out, names=names, **options)
             rows = [(name, facts["state"], facts["repo"]) for name, facts in record["models"].items()]
@@ -127,7 +131,8 @@ class Verify(Command):
         locate(self.model, revision=self.revision)
         checks = verification.verify(self.model, revision=self.revision, attention=self.attention, **options)
         self.show(self.model, [(c.name, c.status, c.detail) for c in checks], ("check", "outcome", "figures or reason"))
-        passed = all(check.status != "failed" for check in checks)
+        outcomes = {check.status for check in checks}
+        passed = "passed" in outcomes and "failed" not in outcomes
         return {"model": self.model, "passed": passed, "checks": [asdict(check) for check in checks]}
 
 
@@ -149,12 +154,16 @@ class Eval(TextCommand):
     rows: int | None = None
     """Windows; all when left out."""
     batch_size: int = 4
-    tasks: tuple[str, ...] = ()
+    tasks: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="")] = ()
     """Tasks of lm-eval, instead of text (needs the extra `evals`)."""
     limit: int | None = None
     """Examples per task."""
 
     def execute(self) -> dict[str, Any]:
+        others = ("text", "seq", "rows") if self.tasks else ("limit",)
+        given = [f"--{name}" for name in others if getattr(self, name) is not None]
+        if given:
+            raise ValueError(f"{', '.join(given)} {'cannot go with' if self.tasks else 'belongs to'} --tasks")
         model = self.load()
         tokenizer = find_tokenizer(model, self.tokenizer)
         if self.tasks:
@@ -301,6 +310,8 @@ class Explain(TextCommand):
         from tnlm import interp
         from tnlm.progress import announce
 
+        if self.top < 0:
+            raise ValueError(f"top must be at least 0, got {self.top}")
         model = self.load()
         tokenizer = find_tokenizer(model, self.tokenizer)
         tokens = torch.tensor(encode_prompt(self.prompt, tokenizer), device=self.device)
@@ -378,24 +389,27 @@ COMMANDS: dict[str, Any] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    return guarded("tnlm", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         command: Command = tyro.extras.subcommand_cli_from_dict(
             COMMANDS, prog="tnlm", description="Tensor-network language models, opened.", args=argv
         )
     except SystemExit as stop:
+        print_record()
         return stop.code if isinstance(stop.code, int) else USAGE
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
             record = command.execute()
+            print_record(record if command.json else None)
+        except BrokenPipeError:
+            raise
         except (ValueError, OSError) as error:
             print(f"tnlm: {error}", file=sys.stderr)
             return USAGE
-        except KeyboardInterrupt:
-            print("tnlm: interrupted", file=sys.stderr)
-            return INTERRUPTED
-    if command.json:
-        print(jsonlib.dumps(record))
     return OK if record.get("passed", True) else FAILED
 
 
@@ -448,12 +462,10 @@ def _text_or_held_out(
 
 
 def _run_folder(model: "Transformer") -> Path | None:
-    """The training run that the weights came from: a folder whose config is a training configuration."""
-    for folder in folders_of(model):
-        config = folder / "config.json"
-        if config.is_file() and {"model", "steps", "recipe"} <= jsonlib.loads(config.read_bytes()).keys():
-            return folder
-    return None
+    """The training run that the weights came from."""
+    from tnlm.resolve import is_run
+
+    return next(filter(is_run, folders_of(model)), None)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,57 @@
-"""What the commands of the command line share: their common flags, loading, tables. Imports no torch."""
+"""What ``tnlm`` and ``tnlm-train`` share: common flags, loading, tables, how a command ends. Imports no torch."""
 
-from collections.abc import Sequence
+import json as jsonlib
+import os
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, get_args, get_origin
 
 import tyro
 
 if TYPE_CHECKING:
     from tnlm.transformer import Transformer
+
+
+INTERRUPTED, UNREAD = 130, 141
+"""Exit codes, 128 + the number of a signal: SIGINT, and SIGPIPE when whoever read the output has left."""
+
+
+def guarded(program: str, run: Callable[[], int]) -> int:
+    """The exit code of ``run()``; Ctrl-C is one line, and a reader that left (``| head``) is no error."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes once more at exit, and would complain there
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            os.dup2(nowhere, stream.fileno())
+        return UNREAD
+
+
+def print_record(record: dict[str, Any] | None = None) -> None:
+    """Print a record as one line of JSON, and bring all of stdout out, so that a full disk is noticed here."""
+    if record is not None:
+        print(jsonlib.dumps(record))
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def without_none(made: type) -> type:
+    """Class decorator, below ``@dataclass``: in the help, what may be left out is not called ``None``."""
+    for name, kind in made.__annotations__.items():
+        bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+        others = [option for option in get_args(bare) if option is not NoneType]
+        if len(others) < len(get_args(bare)):
+            choices = [str(value) for option in others for value in get_args(option)]
+            metavar = f"{{{','.join(choices)}}}" if choices else "|".join(option.__name__.upper() for option in others)
+            hint = tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+            made.__annotations__[name] = Annotated[bare, hint, *getattr(kind, "__metadata__", ())]
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +60,9 @@ class Command:
 
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON record instead of tables."""
+
+    def __init_subclass__(cls) -> None:
+        without_none(cls)
 
     def execute(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -27,15 +74,20 @@ class Command:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(*header, title=title, title_justify="left", show_header=bool(header))
+        table = Table(title=title, title_justify="left", show_header=bool(header))
+        for name in header or ("",) * len(rows[0]):
+            table.add_column(name, overflow="fold")  # a hash too long for its column is not cut
         for row in rows:
             table.add_row(*(_cell(value) for value in row))
-        Console(markup=False, emoji=False, highlight=False).print(table)
+        console = Console(markup=False, emoji=False, highlight=False)
+        with console.capture() as text:  # printed by us: rich would end the process when the reader has left
+            console.print(table)
+        print(text.get(), end="")
 
-    def say(self, text: str) -> None:
-        """A line for people, as it is; silent under ``--json``."""
+    def say(self, text: str, *, file: TextIO | None = None) -> None:
+        """A line for people, as it is, on stdout unless ``file`` says otherwise; silent under ``--json``."""
         if not self.json:
-            print(text)
+            print(text, file=file)
 
 
 @dataclass(frozen=True, kw_only=True)

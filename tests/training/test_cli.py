@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.training.test_resume import Stop, raise_stop, stop_at
 from tnlm.training.cli import main
 from tnlm.training.commands import ModelFlags, Run
 from tnlm.training.loop import Trainer
-from tnlm.training.presets import preset
+from tnlm.training.presets import load_config, preset
 
 
 def write_config(tmp_path, **changes):
@@ -85,6 +86,8 @@ def test_dry_run_says_what_it_costs_and_makes_nothing(tmp_path, capsys, monkeypa
     matrices = 18 * (4 * 1152**2 + 3 * 1152 * 4608)
     assert record["state_bytes"] == 4 * (2 * 498_127_158 + matrices + 2 * (498_127_158 - matrices))
     assert "498,127,158" in captured.err
+    assert main([*command, "--json"]) == 0
+    assert capsys.readouterr() == (captured.out, "")
     assert not list(tmp_path.iterdir())
 
 
@@ -96,6 +99,24 @@ def test_interrupted_run_tells_the_scheduler(tmp_path, capsys, monkeypatch):
     stop_at(monkeypatch, 9, lambda: os.kill(os.getpid(), signal.SIGINT))
     assert main(command) == 130
     assert main(command) == 0
+
+
+@pytest.mark.parametrize("command", [["run", "--steps", "3"], ["data", "toy", "cycles", "--out", "x"]], ids=str)
+def test_ctrl_c_before_and_beside_training_is_one_line(command, tmp_path, capsys, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tnlm.training.loop.choose_device", interrupt)
+    monkeypatch.setattr("tnlm.training.toy.write_cycles", interrupt)
+    assert main(command) == 130
+    assert capsys.readouterr() == ("", "tnlm-train: interrupted\n")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    code = "import sys; from tnlm.training.cli import main; sys.exit(main(['run', '--dry-run']))"
+    line = f'"{sys.executable}" -c "{code}" 2> /dev/null | true; exit ${{PIPESTATUS[0]}}'
+    assert subprocess.run(["bash", "-c", line], check=False).returncode == 141
 
 
 def test_second_signal_ends_the_process_at_once(tmp_path):
@@ -153,6 +174,10 @@ def test_disk_full_has_its_exit_code(tmp_path, capsys):
         (["export", "no/such", "--out", "x"], "cannot be read"),
         (["nope"], "nope"),
         (["run", "--stepz", "3"], "stepz"),
+        (["compare", "--base", "a", "--variant", "b", "--sigma", "-1"], "sigma must be a finite number above 0, got -1"),
+        (["compare", "--base", "a", "--variant", "b", "--at", "nan"], "at must be a finite number above 0, got nan"),
+        (["compare", "--base", "a", "--variant", "b", "--warmdown", "1"], "warmdown must be a fraction of the steps"),
+        (["data", "tokenize", "--out", "x"], "which text? Name files"),
     ],
 )
 def test_wrong_use_is_a_message_and_exit_code_2(command, message, tmp_path, capsys, monkeypatch):
@@ -177,13 +202,30 @@ def test_branch_compare_and_export(tmp_path, capsys):
             arms.setdefault(mlp, []).extend([out, f"{out}-steps14"])
     command = ["compare", "--base", *arms["swiglu"], "--variant", *arms["bilinear"], "--out", str(tmp_path / "answer")]
     assert main(command) == 0
-    record = last_record(capsys)
-    assert record["base"]["horizons"]["14"]["runs"] == 2
-    assert record["e1"]["n0"] == pytest.approx((14 * 20) ** 0.5)
-    assert json.loads((tmp_path / "answer" / "compare.json").read_text())["e1"] == record["e1"]
+    captured = capsys.readouterr()
+    assert "E1 matched" in captured.err
+    record = json.loads(captured.out)
+    assert len(captured.out) < 2500, "what is behind the answer is in the file"
+    whole = json.loads(Path(record["file"]).read_text())
+    assert record["file"] == str(tmp_path / "answer" / "compare.json")
+    assert whole["base"]["horizons"]["14"]["runs"] == 2
+    assert whole["e1"]["n0"] == pytest.approx((14 * 20) ** 0.5)
+    for name in ("e1", "e2a", "e2b", "e3"):
+        assert record[name] == {key: whole[name][key] for key in ("value", "low", "high", "status")}
+    assert (record["verdict"], record["warnings"]) == (whole["verdict"], whole["warnings"])
+    assert record["final"]["difference"] == whole["final"]["difference"]
+    assert record["variant"] == {"label": "bilinear+bilinear", "seeds": 2}
+    assert main([*command[:-2], "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {**record, "file": None}
+    assert captured.err == ""
     assert "E1 compares complete schedules" in (tmp_path / "answer" / "compare.html").read_text()
 
-    assert main(["export", arms["bilinear"][0], "--out", str(tmp_path / "model"), "--step", "12"]) == 0
+    run = arms["bilinear"][0]
+    assert main(["export", run, "--out", run]) == 2
+    assert "is the folder of a training run" in capsys.readouterr().err
+    assert load_config(Path(run) / "config.json").steps == 20
+    assert main(["export", run, "--out", str(tmp_path / "model"), "--step", "12"]) == 0
     assert last_record(capsys)["step"] == 12
     expected = tnlm.load(tmp_path / "bilinear0" / "checkpoints" / "step_000012")
     torch.testing.assert_close(tnlm.load(tmp_path / "model").state_dict(), expected.state_dict(), rtol=0, atol=0)

@@ -8,18 +8,19 @@ Progress goes to stderr, the last line of stdout is one JSON record. Exit codes:
 2      a wrong flag, configuration, file or launch; the message says what to change
 3      training diverged: a loss or gradient was not finite
 4      the disk refused a write (full, read-only); older checkpoints are untouched
-130    SIGINT: a complete checkpoint was saved; the same command resumes
-143    SIGTERM: likewise
+130    SIGINT: in training a complete checkpoint was saved, and the same command resumes
+141    whoever read the output has left (``| head``)
+143    SIGTERM: as SIGINT
 ====== =============================================================
 """
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import tyro
 
+from tnlm.command import guarded, print_record
 from tnlm.training import commands
 from tnlm.training.outcomes import Diverged, Interrupted
 
@@ -36,18 +37,25 @@ Command = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    return guarded("tnlm-train", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         command: Any = tyro.cli(
             Command, prog="tnlm-train", description="Train and compare tensor-network language models.", args=argv
         )
     except SystemExit as stop:
+        print_record()
         return stop.code if isinstance(stop.code, int) else USAGE
-    return _guarded(command.execute, usage=FAILED if isinstance(command, commands.DataCheck) else USAGE)
+    return _execute(command.execute, usage=FAILED if isinstance(command, commands.DataCheck) else USAGE)
 
 
-def _guarded(execute: Callable[[], dict[str, Any]], *, usage: int) -> int:
+def _execute(execute: Callable[[], dict[str, Any]], *, usage: int) -> int:
     try:
-        record = execute()
+        print_record(execute())
+    except BrokenPipeError:
+        raise
     except ValueError as error:
         return _fail(str(error), usage)
     except Diverged as error:
@@ -56,7 +64,6 @@ def _guarded(execute: Callable[[], dict[str, Any]], *, usage: int) -> int:
         return _fail(str(error), 128 + error.number)
     except OSError as error:
         return _fail(str(error), DISK)
-    print(json.dumps(record))
     return OK
 
 

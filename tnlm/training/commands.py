@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from tnlm.command import Command, without_none
 from tnlm.config import AttentionKind, MLPKind
 from tnlm.training.presets import Precision, Recipe, Tracker, TrainConfig, preset, read_json
 
@@ -16,6 +17,7 @@ Off = tyro.conf.FlagCreatePairsOff[bool]
 
 
 @dataclass(frozen=True, kw_only=True)
+@without_none
 class ModelFlags:
     """Sizes of the model; what is left out is the preset's. Other fields of the model: ``--config``."""
 
@@ -32,7 +34,7 @@ class ModelFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Command):
     """Train a model, or resume: the same command continues a stopped run.
 
     Without flags: the nano preset, offline, on a CPU, in about two minutes. Under torchrun every rank runs this.
@@ -100,22 +102,24 @@ class Run:
     def execute(self) -> dict[str, Any]:
         config = self.resolve()
         if self.dry_run:
-            from tnlm.training.estimate import estimate
+            from tnlm.training.estimate import estimate, to_text
 
-            return estimate(config)
+            facts = estimate(config)
+            self.say(to_text(config, facts), file=sys.stderr)
+            return facts
         from tnlm.training.loop import train
 
         return {"command": "run", **train(config).to_dict()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Branch:
+class Branch(Command):
     """Continue a checkpoint from another run's constant-rate phase under a schedule of its own.
 
     $ tnlm-train branch runs/nano-bilinear-bilinear-s0 --steps 200
     """
 
-    trunk: tyro.conf.Positional[Path]
+    trunk: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run folder; it needs checkpoints from before its warm-down (--save-every, --keep-every)."""
     steps: int
     """Horizon of the new schedule, counted from the beginning of the trunk."""
@@ -139,7 +143,7 @@ class Branch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare:
+class Compare(Command):
     """How many percent more batches does the variant need? Several runs, seeds and horizons may make an arm.
 
     $ tnlm-train compare --base runs/base-s0 runs/base-s1 --variant runs/variant-s0 runs/variant-s1 --out comparison
@@ -171,31 +175,33 @@ class Compare:
         from tnlm.training.compare import Options, compare_arms
         from tnlm.training.runs import load_curves, load_run
 
+        fields = ("at", "sigma", "margin", "extrapolate", "warmdown")
+        options = Options(**{name: getattr(self, name) for name in fields})
         if self.curves is not None:
             base, variant = (load_curves(self.curves, specs) for specs in (self.base, self.variant))
         else:
             base, variant = ([load_run(f, metric=self.metric) for f in part] for part in (self.base, self.variant))
-        fields = ("at", "sigma", "margin", "extrapolate", "warmdown")
-        result = compare_arms(base, variant, Options(**{name: getattr(self, name) for name in fields}))
-        print(compare_report.to_text(result), file=sys.stderr)
+        result = compare_arms(base, variant, options)
+        self.say(compare_report.to_text(result), file=sys.stderr)
+        file = None
         if self.out is not None:
             from tnlm.training import plot
 
-            compare_report.write(result, self.out)
+            file = str(compare_report.write(result, self.out))
             plot.write_comparison_page(result, self.out / "compare.html")
             if self.png:
                 plot.write_png(plot.comparison(result), self.out / "compare.png")
-        return {"command": "compare", **compare_report.to_dict(result)}
+        return {"command": "compare", **compare_report.to_record(result), "file": file}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class Export(Command):
     """Write a checkpoint as model.safetensors, config.json and a card: what tnlm.load reads.
 
     $ tnlm-train export runs/nano-bilinear-bilinear-s0 --out exported
     """
 
-    run: tyro.conf.Positional[Path]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run folder."""
     out: Path
     step: int | None = None
@@ -208,7 +214,7 @@ class Export:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataGet:
+class DataGet(Command):
     """Download published token shards; resumable, verified, atomic.
 
     $ tnlm-train data get fineweb10B --shards 52
@@ -229,14 +235,15 @@ class DataGet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataTokenize:
+class DataTokenize(Command):
     """Tokenize text (.jsonl, .parquet, .txt, or - for standard input) into shards.
 
     $ tnlm-train data tokenize pages.jsonl --out data/pages
     $ tnlm-train data tokenize book.txt --out data/book --tokenizer bpe1024
     """
 
-    sources: tyro.conf.Positional[list[str]]
+    sources: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE...", help_behavior_hint="")]
+    """Files, or - for standard input."""
     out: Path
     tokenizer: str = "gpt2"
     """gpt2, bytes, bpeN to train a vocabulary of N on the sources, or a path."""
@@ -252,6 +259,8 @@ class DataTokenize:
         from tnlm import tokenizer as tokenizers
         from tnlm.training.tokenize import read_documents, tokenize_files
 
+        if not self.sources:
+            raise ValueError("which text? Name files, or - for standard input")
         size = self.tokenizer.removeprefix("bpe")
         if self.tokenizer.startswith("bpe") and size.isdecimal():
             if "-" in self.sources:
@@ -277,13 +286,14 @@ class DataTokenize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataCheck:
+class DataCheck(Command):
     """Read every shard of a folder or glob and report what is wrong; exit code 1 if anything is.
 
     $ tnlm-train data check data/pages
     """
 
-    where: tyro.conf.Positional[str]
+    where: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """Folder or glob of .bin shards."""
     d_vocab: int | None = None
     """Limit of the ids; by default that of dataset.json."""
     allow_truncated: Off = False
@@ -301,7 +311,7 @@ class DataCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataToy:
+class DataToy(Command):
     """Write the smallest language whose mechanism is known: sequences that tile a random cycle of distinct tokens.
 
     $ tnlm-train data toy cycles --out data/cycles --seq 40 --d-vocab 32 --period 3 9
@@ -320,9 +330,16 @@ class DataToy:
     def execute(self) -> dict[str, Any]:
         from tnlm.training.toy import write_cycles
 
-        values = dataclasses.asdict(self)
-        values.pop("task")
-        return {"command": "data toy", "out": str(self.out), **write_cycles(values.pop("out"), **values)}
+        facts = write_cycles(
+            self.out,
+            seq=self.seq,
+            d_vocab=self.d_vocab,
+            period=self.period,
+            train_sequences=self.train_sequences,
+            val_sequences=self.val_sequences,
+            seed=self.seed,
+        )
+        return {"command": "data toy", "out": str(self.out), **facts}
 
 
 def _count_files(name: str, done: int, total: int) -> None:

@@ -48,6 +48,14 @@ class Options:
     seed: int = 0
     confidence: float = 0.95
 
+    def __post_init__(self) -> None:
+        for name in ("at", "sigma", "margin"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be a finite number above 0, got {value}")
+        if self.warmdown is not None and not 0 <= self.warmdown < 1:
+            raise ValueError(f"warmdown must be a fraction of the steps in [0, 1), got {self.warmdown}")
+
 
 @dataclass(frozen=True)
 class Reading:

@@ -1,4 +1,4 @@
-"""The comparison as text and as ``compare.json``; its keys are documented in ``docs/comparison.md``."""
+"""The comparison as text, as one record, and as ``compare.json``; keys are documented in ``docs/comparison.md``."""
 
 import json
 import os
@@ -49,6 +49,20 @@ def to_dict(result: Comparison) -> dict[str, Any]:
     }
 
 
+def to_record(result: Comparison) -> dict[str, Any]:
+    """The answer alone, under the keys of :func:`to_dict`: the readings and the final losses, without what is behind."""
+    whole = to_dict(result)
+    ends = ("value", "low", "high", "status")
+    return {
+        "metric": whole["metric"],
+        **{arm: {key: whole[arm][key] for key in ("label", "seeds")} for arm in ("base", "variant")},
+        "final": {key: whole["final"][key] for key in ("difference", "low", "high", "p")},
+        **{name: {key: whole[name][key] for key in ends} for name in ("e1", "e2a", "e2b", "e3")},
+        "verdict": whole["verdict"],
+        "warnings": whole["warnings"],
+    }
+
+
 def _reading(reading: Reading) -> dict[str, Any]:
     fixed = ("value", "low", "high", "status", "method", "bound", "censored", "note")
     return {key: getattr(reading, key) for key in fixed} | reading.detail
@@ -87,7 +101,7 @@ def _arm(arm: Arm) -> dict[str, Any]:
     }
 
 
-def _ratio(base: float | None, variant: float | None) -> float | None:
+def _ratio(base: float | int | None, variant: float | int | None) -> float | None:
     return variant / base if base and variant else None
 
 

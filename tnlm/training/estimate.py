@@ -1,6 +1,5 @@
 """``--dry-run``: what a run will cost, from its configuration alone. Imports no torch."""
 
-import sys
 from typing import Any
 
 from tnlm.training.metrics import PEAK_FLOPS, clock
@@ -14,7 +13,7 @@ GPU = "NVIDIA H100"
 
 
 def estimate(config: TrainConfig) -> dict[str, Any]:
-    """Print and return parameters, FLOPs, memory and time of a run.
+    """Parameters, FLOPs, memory and time of a run.
 
     Memory counts parameters, gradients and optimiser state in float32 (Adam two moments, Muon one), and the activations
     of one micro-batch without recomputation, which are approximate: about 20 % either way, less under compilation.
@@ -30,7 +29,7 @@ def estimate(config: TrainConfig) -> dict[str, Any]:
         "cpu_thread": tokens * flops / CPU_FLOPS,
         **{f"{n}x{GPU.removeprefix('NVIDIA ')}": tokens * flops / (n * PEAK_FLOPS[GPU] * MFU) for n in (1, 8)},
     }
-    record: dict[str, Any] = {
+    return {
         "command": "run",
         "dry_run": True,
         "folder": str(config.folder),
@@ -45,18 +44,26 @@ def estimate(config: TrainConfig) -> dict[str, Any]:
         "checkpoint_bytes": 4 * (model.n_params + matrices + 2 * (model.n_params - matrices)),
         "eta_seconds": seconds,
     }
-    times = ", ".join(f"{clock(value)} on {name}" for name, value in seconds.items())
-    for line in (
-        f"{config.preset}: {model.mlp} MLP, {model.attention} attention, recipe {config.recipe}, in {config.folder}",
-        f"parameters   {model.n_params:,}",
-        f"FLOPs        {flops:,} per token (6 M + 6 T L H (n_qk d_qk + d_head)), {tokens * flops:.3g} in all",
-        f"tokens       {config.tokens_per_step:,} per step, {config.steps:,} steps, {tokens:,} in all",
-        f"memory       {_gb(state)} of weights, gradients and optimiser state, about {_gb(activations)} of activations",
-        f"checkpoint   {_gb(record['checkpoint_bytes'])}",
-        f"time         about {times} (h:mm:ss; {MFU:.0%} of {PEAK_FLOPS[GPU]:.3g} FLOP/s, {CPU_FLOPS:.2g} per thread)",
-    ):
-        print(line, file=sys.stderr)
-    return record
+
+
+def to_text(config: TrainConfig, facts: dict[str, Any]) -> str:
+    """What :func:`estimate` found, for people."""
+    model = config.model
+    times = ", ".join(f"{clock(value)} on {name}" for name, value in facts["eta_seconds"].items())
+    sizes = {name: f"{facts[name] / 2**30:.2f} GiB" for name in ("state_bytes", "activation_bytes", "checkpoint_bytes")}
+    return "\n".join(
+        (
+            f"{config.preset}: {model.mlp} MLP, {model.attention} attention, recipe {config.recipe}, in {config.folder}",
+            f"parameters   {model.n_params:,}",
+            f"FLOPs        {facts['flops_per_token']:,} per token (6 M + 6 T L H (n_qk d_qk + d_head)), "
+            f"{facts['flops']:.3g} in all",
+            f"tokens       {config.tokens_per_step:,} per step, {config.steps:,} steps, {facts['tokens']:,} in all",
+            f"memory       {sizes['state_bytes']} of weights, gradients and optimiser state, about "
+            f"{sizes['activation_bytes']} of activations",
+            f"checkpoint   {sizes['checkpoint_bytes']}",
+            f"time         about {times} (h:mm:ss; {MFU:.0%} of {PEAK_FLOPS[GPU]:.3g} FLOP/s, {CPU_FLOPS:.2g} per thread)",
+        )
+    )
 
 
 def _activation_bytes(config: TrainConfig, size: int) -> int:
@@ -66,7 +73,3 @@ def _activation_bytes(config: TrainConfig, size: int) -> int:
     mlp = (4 if model.mlp_gated else 3) * model.d_hidden
     block = size * (8 * model.d_model + attention + mlp)
     return model.n_layer * block + model.d_vocab * (2 * size + 4)
-
-
-def _gb(n_bytes: float) -> str:
-    return f"{n_bytes / 2**30:.2f} GiB"
