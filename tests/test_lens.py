@@ -11,15 +11,10 @@ from torch import nn
 from transformer_lens.hook_points import HookPoint
 
 import tnlm
-from tests.tiny_models import build, ids, tiny
+from tests.tiny_models import PUBLISHED, build, ids, tiny
 from tnlm import lens, tokenizer
 from tnlm.config import ModelConfig
 from tnlm.points import intervene, is_point
-
-PUBLISHED = [
-    (m, a) for m in ("bilinear", "relu2", "squared", "swiglu") for a in ("bilinear", "differential", "softmax")
-]
-PUBLISHED += [(m, "squared_normalized") for m in ("bilinear", "relu2", "squared", "swiglu")]
 
 
 def published(mlp, attention):
@@ -58,6 +53,8 @@ def test_logits_are_bit_equal_and_every_point_fires(mlp, attention):
     assert torch.equal(logits, plain)
     points = {name for name, _ in model.named_modules() if is_point(name)}
     assert set(cache.keys()) == set(hooked.hook_dict) == points
+    theirs = dict(model.named_parameters())
+    assert {name: id(p) for name, p in hooked.named_parameters()} == {name: id(p) for name, p in theirs.items()}
     assert all(value.isfinite().all() for value in cache.values())
 
 
@@ -97,14 +94,24 @@ def test_hooking_twice_pickling_copying_and_casting(hooked):
     assert hooked.cfg.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("attention", ["bilinear", "squared_normalized", "softmax", "differential"])
-def test_patching_a_cached_value_back_changes_nothing(attention):
-    model = build(tiny(attention=attention), dtype=torch.float32)
-    hooked = lens.hook(model)
+@pytest.mark.parametrize("mlp, attention", PUBLISHED)
+def test_patching_a_cached_value_back_changes_nothing(mlp, attention):
+    hooked = lens.hook(published(mlp, attention))
     logits, cache = hooked.run_with_cache(TOKENS)
+    assert hooked.hook_dict
     for name in hooked.hook_dict:
         back = hooked.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda value, hook: cache[hook.name].clone())])
         assert torch.equal(back, logits), name
+
+
+@pytest.mark.parametrize("mlp, attention", PUBLISHED)
+def test_a_zeroed_pattern_acts_in_every_layer(mlp, attention):
+    hooked = lens.hook(published(mlp, attention))
+    plain = hooked(TOKENS)
+    for layer in range(3):
+        zero = [(f"blocks.{layer}.attn.hook_pattern", lambda value, hook: torch.zeros_like(value))]
+        assert (hooked.run_with_hooks(TOKENS, fwd_hooks=zero) - plain).abs().max() > 1e-3, layer
+    assert torch.equal(hooked(TOKENS), plain)
 
 
 def test_edits_act_and_vanish(hooked):

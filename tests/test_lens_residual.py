@@ -5,15 +5,14 @@ import torch
 from transformer_lens import patching
 from transformer_lens.tools.analysis import attribution_patch, direct_logit_attribution, logit_lens
 
-from tests.tiny_models import build, ids, tiny
+from tests.tiny_models import PUBLISHED, build, ids, tiny
 from tnlm import lens
 from tnlm.residual import factors
 
 PURE = {"norm": "none", "qk_norm": False, "embedding_norm": False, "logit_softcap": None}
-CONFIGS = {
-    "released": tiny(),
-    "softmax": tiny(attention="softmax", mlp="relu2", qk_bias=True),
-    "differential": tiny(attention="differential", mlp="swiglu", mlp_bias=False),
+CONFIGS = {f"{mlp} {attention}": tiny(mlp=mlp, attention=attention) for mlp, attention in PUBLISHED} | {
+    "biases": tiny(attention="softmax", mlp="relu2", qk_bias=True),
+    "no bias": tiny(attention="differential", mlp="swiglu", mlp_bias=False),
     "no mixing": tiny(x0_mixing=False, value_residual=False),
     "attention only": tiny(mlp="none"),
     "mlp only": tiny(attention="none", mlp="squared"),

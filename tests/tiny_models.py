@@ -12,6 +12,12 @@ from tnlm.transformer import Transformer
 
 MLPS = get_args(MLPKind)
 ATTENTIONS = get_args(AttentionKind)
+PUBLISHED = [
+    (mlp, attention)
+    for mlp in ("bilinear", "relu2", "squared", "swiglu")
+    for attention in ("bilinear", "differential", "softmax", "squared_normalized")
+]
+"""MLP and attention of the 16 architectures whose logits are recorded."""
 
 
 def tiny(**changes: object) -> ModelConfig:
