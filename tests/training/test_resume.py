@@ -18,6 +18,7 @@ import tnlm
 from tests.training.small import small_config
 from tnlm.training import train
 from tnlm.training.branch import branch_config
+from tnlm.training.export import export
 from tnlm.training.loop import Trainer
 from tnlm.training.metrics import read_metrics
 from tnlm.training.outcomes import Diverged, Interrupted
@@ -196,6 +197,20 @@ def test_finished_run_and_its_checkpoints_load(tmp_path):
     trained = load_file(config.folder / "checkpoints" / "step_000020" / "model.safetensors")
     torch.testing.assert_close(model.state_dict(), trained, rtol=0, atol=0)
     assert tnlm.load(config.folder / "checkpoints" / "step_000016").config == config.model
+
+
+@pytest.mark.user_error
+def test_export_tells_the_losses_of_its_step_alone(tmp_path):
+    config = small_config(tmp_path, val_every=10)
+    quietly(config)
+    last, before = (export(config.folder, tmp_path / name, step=step) for name, step in (("last", None), ("16", 16)))
+    curves = {(e["kind"], e["step"]): e.get("loss") for e in read_metrics(config.folder / "metrics.jsonl")}
+    assert (last["train"], last["val"]) == (curves["train", 20], curves["val", 20])
+    assert before["train"] == curves["train", 16]
+    assert "val" not in before, "step 16 was not validated"
+    assert "val_loss" not in (tmp_path / "16" / "README.md").read_text()
+    with pytest.raises(ValueError, match=r"must hold a complete checkpoint of step 5, got 16, 20"):
+        export(config.folder, tmp_path / "5", step=5)
 
 
 def test_branch_is_the_run_of_its_schedule(tmp_path):

@@ -88,6 +88,32 @@ def test_every_source(tmp_path):
     assert list(tokenize.read_documents(tmp_path / "a.jsonl", field="body")) == ["q"]
 
 
+def test_nothing_is_left_of_a_call_that_failed(tmp_path, bpe):
+    """Shards of half the text would be taken for all of it."""
+    source = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    out, damaged = tmp_path / "out", tmp_path / "b.jsonl"
+    damaged.write_text(source.read_text() + "no JSON\n")
+
+    def interrupt(documents, tokens):
+        assert [p.name for p in out.iterdir()] == [".tokenize.part"]
+        assert list((out / ".tokenize.part").glob("train_*.bin"))
+        raise KeyboardInterrupt
+
+    for sources, progress, error in (([source], interrupt, KeyboardInterrupt), ([damaged], None, ValueError)):
+        with pytest.raises(error):
+            tokenize.tokenize_files(sources, out, bpe, shard_tokens=500, val_tokens=500, progress=progress)
+        assert list(out.iterdir()) == []
+    (out / ".tokenize.part").mkdir()  # as a kill leaves it
+    (out / ".tokenize.part" / "train_000009.bin").touch()
+    tokenize.tokenize_files([source], out, bpe, shard_tokens=100_000, val_tokens=500)
+    assert sorted(p.name for p in out.iterdir()) == [
+        "dataset.json",
+        "tnlm_tokenizer.json",
+        "train_000001.bin",
+        "val_000000.bin",
+    ]
+
+
 @pytest.mark.user_error
 @pytest.mark.parametrize(
     "name, text, message",
@@ -111,6 +137,12 @@ def test_latin1_text_and_missing_column(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "ab"}\n{"text": "\xe9"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl line 2 must be one JSON object, got: 'utf-8' codec can't decode"):
+        list(tokenize.read_documents(tmp_path / "a.jsonl"))
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 but no table")
+    with pytest.raises(ValueError, match=r"b\.parquet must be a parquet file, got: "):
+        list(tokenize.read_documents(tmp_path / "b.parquet"))
     (tmp_path / "a.txt").write_bytes(b"ab\xe9")
     with pytest.raises(ValueError, match="must be UTF-8 text, got byte 2"):
         list(tokenize.read_documents(tmp_path / "a.txt"))

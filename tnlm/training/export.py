@@ -6,7 +6,7 @@ from typing import Any
 import tnlm
 from tnlm.card import model_card
 from tnlm.tokenizer import FILE_NAME, Tokenizer
-from tnlm.training.checkpointing import find_latest, load
+from tnlm.training.checkpointing import complete_steps, load
 from tnlm.training.metrics import read_metrics
 from tnlm.training.presets import load_config
 
@@ -18,18 +18,20 @@ def export(run: Path, out: Path, *, step: int | None = None) -> dict[str, Any]:
         step: Of the checkpoint; the newest complete one by default.
 
     Returns:
-        ``folder step n_params`` and the recorded losses.
+        ``folder step n_params`` and the losses recorded at that step.
 
     Raises:
         ValueError: There is no such complete checkpoint.
     """
     config = load_config(run / "config.json")
-    path = find_latest(run)[0] if step is None else run / "checkpoints" / f"step_{step:06d}"
-    if path is None:
+    held = complete_steps(run)
+    if not held:
         raise ValueError(f"{run} holds no complete checkpoint; let it train to one, or to its end")
-    checkpoint = load(path)
-    model = tnlm.load(path, dtype="checkpoint")
-    events = [event for event in read_metrics(run / "metrics.jsonl") if event["step"] <= checkpoint.step]
+    if step is not None and step not in held:
+        raise ValueError(f"{run} must hold a complete checkpoint of step {step}, got {', '.join(map(str, held))}")
+    checkpoint = load(run / "checkpoints" / f"step_{held[-1] if step is None else step:06d}")
+    model = tnlm.load(checkpoint.path, dtype="checkpoint")
+    events = [event for event in read_metrics(run / "metrics.jsonl") if event["step"] == checkpoint.step]
     losses = {event["kind"]: event["loss"] for event in events if event["kind"] in ("train", "val")}
     facts = {
         "data": config.data,
@@ -41,6 +43,6 @@ def export(run: Path, out: Path, *, step: int | None = None) -> dict[str, Any]:
         "versions": checkpoint.facts["versions"],
     }
     tnlm.save(model, out, card=model_card(model.config, training=facts))
-    if (path / FILE_NAME).is_file():
-        Tokenizer.load(path).save(out)
+    if (checkpoint.path / FILE_NAME).is_file():
+        Tokenizer.load(checkpoint.path).save(out)
     return {"folder": str(out), "step": checkpoint.step, "n_params": model.config.n_params, **losses}

@@ -10,6 +10,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -79,13 +80,13 @@ def read_documents(
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[str]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except ValueError as error:  # no JSON, or no UTF-8
                 raise ValueError(f"{path} line {number} must be one JSON object, got: {error}") from error
             if not isinstance(record, dict) or not isinstance(record.get(field), str):
                 held = sorted(record) if isinstance(record, dict) else type(record).__name__
@@ -98,7 +99,11 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(f"{path} needs pyarrow: pip install pyarrow") from error
-    with pyarrow.parquet.ParquetFile(path) as file:
+    try:
+        opened = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} must be a parquet file, got: {error}") from error
+    with opened as file:
         if field not in file.schema_arrow.names:
             raise ValueError(f"{path} must have a column {field!r}, got {file.schema_arrow.names}")
         row = 0
@@ -133,6 +138,7 @@ def tokenize_files(
 ) -> dict[str, Any]:
     """Tokenize ``sources`` into ``val_000000.bin``, ``train_000001.bin``, ... and ``dataset.json`` under ``out``.
 
+    They appear there once all are written, so an interrupted call leaves no shards that could be taken for the whole.
     The first ``val_tokens`` tokens are the validation shard, cut at a document's end; training shards have
     exactly ``shard_tokens`` tokens and cut documents. The result does not depend on ``processes``.
 
@@ -156,17 +162,31 @@ def tokenize_files(
     documents = itertools.chain.from_iterable(
         read_documents(source, field=field, separator=separator, stdin=stdin) for source in sources
     )
-    out.mkdir(parents=True, exist_ok=True)
-    writer = _SplitWriter(out, shard_tokens=shard_tokens, val_tokens=val_tokens)
-    with contextlib.closing(_encoded(documents, tokenizer, processes)) as encoded:
-        for ids, text_bytes in encoded:
-            writer.add(ids, text_bytes)
-            if progress is not None and writer.documents % _DOCUMENTS_PER_TASK == 0:
-                progress(writer.documents, writer.tokens)
-    splits = writer.close()
-    if progress is not None:
-        progress(writer.documents, writer.tokens)
-    return write_facts(out, tokenizer, source=[Path(s).name for s in sources], splits=splits)
+    with _folder_of_parts(out) as folder:
+        writer = _SplitWriter(folder, shard_tokens=shard_tokens, val_tokens=val_tokens)
+        with contextlib.closing(_encoded(documents, tokenizer, processes)) as encoded:
+            for ids, text_bytes in encoded:
+                writer.add(ids, text_bytes)
+                if progress is not None and writer.documents % _DOCUMENTS_PER_TASK == 0:
+                    progress(writer.documents, writer.tokens)
+        splits = writer.close()
+        if progress is not None:
+            progress(writer.documents, writer.tokens)
+        return write_facts(folder, tokenizer, source=[Path(s).name for s in sources], splits=splits)
+
+
+@contextlib.contextmanager
+def _folder_of_parts(out: Path) -> Iterator[Path]:
+    """A folder within ``out`` whose files move up at the end, the sidecar first; removed when anything goes wrong."""
+    part = out / ".tokenize.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        for path in sorted(part.iterdir()):
+            os.replace(path, out / path.name)
+    finally:
+        shutil.rmtree(part)
 
 
 class _SplitWriter:
