@@ -172,6 +172,9 @@ def test_what_a_run_depends_on_is_recorded(tmp_path):
     assert (start["kind"], start["step"], start["recipe"], start["dtype"]) == ("start", 0, "replication", "float32")
     assert start["n_params"] == config.model.n_params
     assert start["versions"]["torch"] == torch.__version__
+    data = start["data"]
+    assert data["tokens"] - 1 == data["windows"] * config.seq + data["tokens_dropped"]
+    assert 0 <= data["tokens_dropped"] < config.seq
 
 
 @pytest.mark.user_error
@@ -179,6 +182,7 @@ def test_what_a_run_depends_on_is_recorded(tmp_path):
     "changes, message",
     [
         ({"data": "nowhere"}, "no train shards|no shards matching nowhere"),
+        ({"data": "fineweb10B"}, r"fineweb10B, which is not there: fetch it with `tnlm-train data get fineweb10B`"),
         ({"val_tokens": 600}, r"val_tokens must be at most 144 .*got 600"),
         ({"tokenizer": "bytes"}, "vocabulary of the data, got d_vocab=53 and 256 ids in .*--model.d-vocab 256"),
         ({"tokenizer": "nope"}, "--tokenizer none"),
@@ -187,7 +191,8 @@ def test_what_a_run_depends_on_is_recorded(tmp_path):
         ({"implementation": "trytone"}, "implementation must be one of"),
     ],
 )
-def test_refused_before_the_first_step(changes, message, tmp_path):
+def test_refused_before_the_first_step(changes, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("TNLM_CACHE", str(tmp_path))
     config = small_config(tmp_path).replace(**changes)
     with pytest.raises(ValueError, match=message):
         train(config, progress=False)

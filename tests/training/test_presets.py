@@ -66,6 +66,9 @@ def test_sizes_follow_the_model_fields_that_they_depend_on():
     assert preset("nano", matched=True).with_model(d_model=192).model.d_qk == 24
     assert nano.with_model(mlp="none").model.d_hidden == 0
     assert nano.with_model(d_model=192, d_hidden=100).model.d_hidden == 100
+    assert nano.val_tokens == 16_384
+    assert nano.with_model(n_ctx=96).val_tokens == 16_320
+    assert nano.with_model(n_ctx=20_000).val_tokens == 20_000
 
 
 def test_default_folder_tells_runs_apart():

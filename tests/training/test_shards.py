@@ -37,6 +37,7 @@ DAMAGE = {
     "odd byte": (GOOD + b"\0", "must be 3024 bytes, got 3025"),
     "odd byte short": (GOOD[:-1], "must be 3024 bytes, got 3023; the file is truncated"),
     "count 0": (header(count=0), "at least one token, got count 0"),
+    "half an id": (header() + b"\0", "at least one token, got count 1000 and a body of 1 bytes"),
     "no body": (header(), "at least one token, got count 1000 and a body of 0"),
     "negative count": (header(count=2**31) + body(1000), "counts 2147483648 tokens"),
     "uint32 body": (header() + body(1000, "<u4"), "4 bytes per token look like uint32"),

@@ -152,7 +152,7 @@ class Loader:
 
     @property
     def tokens_dropped(self) -> int:
-        """Tokens at the end of an epoch that fill no window (without ``bos_align``)."""
+        """Tokens of an epoch that are in no window: at its end, and between documents with ``bos_align``."""
         return len(self.stream) - 1 - self.windows * self.seq
 
     @cached_property

@@ -61,6 +61,8 @@ def open_inputs(config: TrainConfig, world: World) -> Inputs:
         "source": config.data,
         "shards": len(train),
         "tokens": len(stream),
+        "windows": loader.windows if order != "fork" else None,
+        "tokens_dropped": loader.tokens_dropped if order != "fork" else None,
         "fingerprint": stream.fingerprint,
         "order": order,
         "val_file": validation[0].name,
@@ -79,6 +81,11 @@ def find_data(config: TrainConfig, world: World) -> tuple[list[Path], list[Path]
         where: str | Path = on_main(lambda: _write_corpus(config), world)
     elif config.data == "fineweb10B":
         where = corpus.cache_folder() / "fineweb10B"
+        if not where.is_dir():
+            raise ValueError(
+                f"--data fineweb10B reads {where}, which is not there: fetch it with `tnlm-train data get fineweb10B`, "
+                "or give the folder of your shards"
+            )
     else:
         where = config.data
     train = shards.find_shards(where)

@@ -188,7 +188,8 @@ class TrainConfig:
     def with_model(self, **changes: Any) -> "TrainConfig":
         """A copy with model fields changed; sizes that follow others keep doing so.
 
-        ``d_hidden`` keeps its ratio to ``d_model`` and is 0 for ``mlp="none"``; a ``d_qk`` of half a head stays half.
+        ``d_hidden`` keeps its ratio to ``d_model`` and is 0 for ``mlp="none"``; a ``d_qk`` of half a head stays half;
+        ``val_tokens`` stays whole sequences, the nearest number below.
         """
         model = self.model
         if changes.get("mlp", model.mlp) == "none":
@@ -198,7 +199,8 @@ class TrainConfig:
         if "d_qk" not in changes and model.d_qk == model.d_head // 2 and {"d_model", "n_head"} & changes.keys():
             d_head = changes.get("d_model", model.d_model) // changes.get("n_head", model.n_head)
             changes = {**changes, "d_qk": d_head // 2}
-        return self.replace(model=model.replace(**changes))
+        model = model.replace(**changes)
+        return self.replace(model=model, val_tokens=max(1, self.val_tokens // model.n_ctx) * model.n_ctx)
 
     def matched(self) -> "TrainConfig":
         """A copy with ``d_qk = d_head / 2``: with two query-key pairs, the parameters and FLOPs of softmax attention.

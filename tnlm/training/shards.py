@@ -77,7 +77,7 @@ def shard_tokens(path: str | os.PathLike, *, allow_truncated: bool = False) -> i
     _check_magic(path, head, size)
     count = int(np.frombuffer(head, dtype="<u4", count=1, offset=8)[0])
     body = size - HEADER_BYTES
-    if count == 0 or body == 0:
+    if count == 0 or body < 2:
         raise ValueError(f"{path} must hold at least one token, got count {count} and a body of {body} bytes")
     if allow_truncated and body < 2 * count:
         return body // 2
