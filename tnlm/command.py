@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import tyro
 
@@ -84,10 +84,10 @@ class Command:
             console.print(table)
         print(text.get(), end="")
 
-    def say(self, text: str, *, file: TextIO | None = None) -> None:
-        """A line for people, as it is, on stdout unless ``file`` says otherwise; silent under ``--json``."""
+    def say(self, text: str, *, on_stderr: bool = False) -> None:
+        """A line for people, as it is; silent under ``--json``."""
         if not self.json:
-            print(text, file=file)
+            print(text, file=sys.stderr if on_stderr else sys.stdout)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,7 +174,10 @@ def test_disk_full_has_its_exit_code(tmp_path, capsys):
         (["export", "no/such", "--out", "x"], "cannot be read"),
         (["nope"], "nope"),
         (["run", "--stepz", "3"], "stepz"),
-        (["compare", "--base", "a", "--variant", "b", "--sigma", "-1"], "sigma must be a finite number above 0, got -1"),
+        (
+            ["compare", "--base", "a", "--variant", "b", "--sigma", "-1"],
+            "sigma must be a finite number above 0, got -1",
+        ),
         (["compare", "--base", "a", "--variant", "b", "--at", "nan"], "at must be a finite number above 0, got nan"),
         (["compare", "--base", "a", "--variant", "b", "--warmdown", "1"], "warmdown must be a fraction of the steps"),
         (["data", "tokenize", "--out", "x"], "which text? Name files"),

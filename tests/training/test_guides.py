@@ -39,7 +39,9 @@ def test_every_command_shows_an_example(made):
     assert re.search(r"\$ (tnlm-train|torchrun) ", made.__doc__)
 
 
-@pytest.mark.parametrize("name", ["run", "branch", "compare", "export", *map("data {}".format, "get tokenize check toy".split())])
+@pytest.mark.parametrize(
+    "name", ["run", "branch", "compare", "export", *map("data {}".format, "get tokenize check toy".split())]
+)
 def test_help_names_no_default_where_there_is_none(name, capsys):
     assert cli.main([*name.split(), "--help"]) == 0
     out = capsys.readouterr().out

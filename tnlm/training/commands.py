@@ -105,7 +105,7 @@ class Run(Command):
             from tnlm.training.estimate import estimate, to_text
 
             facts = estimate(config)
-            self.say(to_text(config, facts), file=sys.stderr)
+            self.say(to_text(config, facts), on_stderr=True)
             return facts
         from tnlm.training.loop import train
 
@@ -182,7 +182,7 @@ class Compare(Command):
         else:
             base, variant = ([load_run(f, metric=self.metric) for f in part] for part in (self.base, self.variant))
         result = compare_arms(base, variant, options)
-        self.say(compare_report.to_text(result), file=sys.stderr)
+        self.say(compare_report.to_text(result), on_stderr=True)
         file = None
         if self.out is not None:
             from tnlm.training import plot

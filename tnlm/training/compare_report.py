@@ -50,7 +50,7 @@ def to_dict(result: Comparison) -> dict[str, Any]:
 
 
 def to_record(result: Comparison) -> dict[str, Any]:
-    """The answer alone, under the keys of :func:`to_dict`: the readings and the final losses, without what is behind."""
+    """The answer alone, under the keys of :func:`to_dict`: readings and final losses, without what is behind."""
     whole = to_dict(result)
     ends = ("value", "low", "high", "status")
     return {

@@ -53,7 +53,8 @@ def to_text(config: TrainConfig, facts: dict[str, Any]) -> str:
     sizes = {name: f"{facts[name] / 2**30:.2f} GiB" for name in ("state_bytes", "activation_bytes", "checkpoint_bytes")}
     return "\n".join(
         (
-            f"{config.preset}: {model.mlp} MLP, {model.attention} attention, recipe {config.recipe}, in {config.folder}",
+            f"{config.preset}: {model.mlp} MLP, {model.attention} attention, recipe {config.recipe}, "
+            f"in {config.folder}",
             f"parameters   {model.n_params:,}",
             f"FLOPs        {facts['flops_per_token']:,} per token (6 M + 6 T L H (n_qk d_qk + d_head)), "
             f"{facts['flops']:.3g} in all",
@@ -61,7 +62,8 @@ def to_text(config: TrainConfig, facts: dict[str, Any]) -> str:
             f"memory       {sizes['state_bytes']} of weights, gradients and optimiser state, about "
             f"{sizes['activation_bytes']} of activations",
             f"checkpoint   {sizes['checkpoint_bytes']}",
-            f"time         about {times} (h:mm:ss; {MFU:.0%} of {PEAK_FLOPS[GPU]:.3g} FLOP/s, {CPU_FLOPS:.2g} per thread)",
+            f"time         about {times} (h:mm:ss; {MFU:.0%} of {PEAK_FLOPS[GPU]:.3g} FLOP/s, "
+            f"{CPU_FLOPS:.2g} per thread)",
         )
     )
 
