@@ -25,6 +25,7 @@ from transformer_lens.utilities.activation_functions import SOFTCAP_DISABLED
 from tnlm import tokenizer as tokenizers
 from tnlm.config import ModelConfig
 from tnlm.lens_weights import ModelWeights, view
+from tnlm.points import refuse_compiled
 from tnlm.residual import ResidualParts
 from tnlm.sampling import generate
 from tnlm.tokenizer import Tokenizer
@@ -50,7 +51,7 @@ def hook(model: "Transformer | HookedModel", *, tokenizer: Tokenizer | None = No
     Raises:
         ValueError: Not a :class:`tnlm.Transformer`, or compiled as a whole or in part.
     """
-    _refuse_compiled(model)
+    refuse_compiled(model)
     if isinstance(model, HookedModel):
         return model
     if not isinstance(model, Transformer):
@@ -118,7 +119,7 @@ class HookedModel(ModelWeights, HookedRootModule):
         Raises:
             ValueError: A name is no point (close matches are named), or a part was compiled meanwhile.
         """
-        _refuse_compiled(self)
+        refuse_compiled(self)
         for name, _ in (*fwd_hooks, *bwd_hooks):
             self.names(name)
         with super().hooks(list(fwd_hooks), list(bwd_hooks), reset_hooks_end, clear_contexts):
@@ -126,7 +127,7 @@ class HookedModel(ModelWeights, HookedRootModule):
 
     def add_hook(self, name: str | Callable[[str], bool], hook: Callable, *args: Any, **options: Any) -> None:
         """A hook that stays until ``reset_hooks()``; see transformer-lens. Unknown names are refused."""
-        _refuse_compiled(self)
+        refuse_compiled(self)
         self.names(name)
         super().add_hook(name, hook, *args, **options)
 
@@ -220,7 +221,7 @@ class HookedModel(ModelWeights, HookedRootModule):
 
     def add_caching_hooks(self, names_filter: Names = None, *args: Any, **options: Any) -> dict[str, Tensor]:
         """Hooks that fill the returned dict on every forward until ``reset_hooks()``; see transformer-lens."""
-        _refuse_compiled(self)
+        refuse_compiled(self)
         return super().add_caching_hooks(self.names(names_filter), *args, **options)
 
     def names(self, names_filter: Names = None) -> list[str]:
@@ -471,12 +472,3 @@ class _Point(HookPoint):
 
 def _close(name: Any, known: Any) -> str:
     return ", ".join(difflib.get_close_matches(str(name), known, n=3) or list(known)[:3])
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
-            where = f"its part {name}" if name else "the model"
-            raise ValueError(
-                f"hooks do not fire inside a compiled graph and {where} is compiled; hook the eager module"
-            )

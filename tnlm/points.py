@@ -29,10 +29,9 @@ def intervene(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor | 
     The hooks are removed on the way out, whatever happened inside, and nobody else's are touched.
 
     Raises:
-        ValueError: A name is not a point of the model (close matches are named), or the model is compiled.
+        ValueError: A name is not a point of the model (close matches are named), or a part of it is compiled.
     """
-    if hasattr(model, "_orig_mod") or any(hasattr(m, "_orig_mod") for m in model.modules()):
-        raise ValueError("hooks do not fire inside a compiled model; pass the eager module it was compiled from")
+    refuse_compiled(model)
     points = {name: module for name, module in model.named_modules() if is_point(name)}
     for name in edits:
         if name not in points:
@@ -43,6 +42,20 @@ def intervene(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor | 
             handle = points[name].register_forward_hook(lambda _module, _inputs, out, edit=edit: edit(out))
             stack.callback(handle.remove)
         yield
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Hooks that are added to a compiled module never fire, in silence.
+
+    Raises:
+        ValueError: ``torch.compile`` or ``.compile()`` was applied to the module or to a part of it.
+    """
+    for name, module in model.named_modules():
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            where = f"its part {name}" if name else "the model"
+            raise ValueError(
+                f"hooks do not fire inside a compiled graph and {where} is compiled; hook the eager module"
+            )
 
 
 def record(model: nn.Module, tokens: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
