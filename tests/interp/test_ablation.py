@@ -38,7 +38,7 @@ def test_mean_and_resample_take_values_of_the_reference():
     reference = torch.randint(0, 11, (4, 6))
     name = "blocks.0.hook_mlp_out"
     value = record(model, reference, [name])[name]
-    edits = ablation_edits(model, tokens, name, "mean", reference=reference)
+    edits = ablation_edits(extract(model), tokens, name, "mean", reference=reference)
     torch.testing.assert_close(edits[name](torch.zeros(3, 6, 30, dtype=torch.float64))[1, 2], value.mean((0, 1)))
     same = record(model, tokens, [name])[name]
     resampled = ablation_edits(model, tokens, name, "resample", seed=1)[name](same)
@@ -107,3 +107,27 @@ def test_bad_requests_are_refused():
         with_mlp(model, {0: narrow})
     with pytest.raises(ValueError, match="rows, seq"):
         delta_ce(model, {}, tokens[0])
+    with pytest.raises(ValueError, match="what must name at least one point, got none"):
+        ablate(model, tokens, [])
+    with pytest.raises(ValueError, match=r"points, as names or \(name, head\), got \('blocks.1.attn.hook_z', 1.5\)"):
+        ablate(model, tokens, ("blocks.1.attn.hook_z", 1.5))
+    with pytest.raises(ValueError, match=r"token ids must be in \[0, 11\), got 11 at row 1"):
+        delta_ce(model, {}, torch.tensor([[1, 2], [3, 11]]))
+    with pytest.raises(ValueError, match="batch_size must be an integer at least 1, got 0"):
+        delta_ce(model, {}, tokens, batch_size=0)
+    with pytest.raises(ValueError, match="edited must be a model or edits by point, got NoneType"):
+        delta_ce(model, None, tokens)
+    with pytest.raises(ValueError, match="the layer must be a BilinearTensor, got MLP"):
+        with_mlp(model, {0: model.blocks[0].mlp})
+
+
+def test_results_that_are_not_finite_are_no_results():
+    model, tokens, broken = make(), torch.randint(0, 11, (2, 6)), make()
+    with torch.no_grad():
+        broken.blocks[1].mlp.w_l[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="the logits must be finite"):
+        ablate(broken, tokens, "blocks.2.hook_mlp_out", "zero")
+    with pytest.raises(ValueError, match="logits of the edited model must be finite"):
+        delta_ce(model, broken, tokens)
+    with pytest.raises(ValueError, match="logits of the model must be finite"):
+        delta_ce(broken, model, tokens)

@@ -58,6 +58,7 @@ def test_pairs_sum_to_the_output():
 def test_bad_arguments_are_refused():
     b = make_layer()
     for call, text in [
+        (lambda: layer_pairs(b.w_l, noise(3), noise(4, 5)), "must be a BilinearTensor, got Tensor"),
         (lambda: layer_pairs(b, noise(5), noise(4, 5)), r"u must have shape \(3\), got \(5,\)"),
         (lambda: layer_pairs(b, noise(3), noise(4, 1)), r"parts must have shape \(any, 5\), got \(4, 1\)"),
         (lambda: layer_shapley(b, noise(3), noise(4, 5) * torch.nan), "parts must be finite"),

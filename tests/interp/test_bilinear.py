@@ -215,6 +215,8 @@ def test_bad_arguments_are_refused():
         (lambda: b.inner(b.to(torch.float32)), "w_l of the other layer must be torch.float64"),
         (lambda: b.inner(b, "cosine"), "kind must be one of 'sym', 'gaussian', 'sphere', got 'cosine'"),
         (lambda: b + monomial(0, 1, 5), "same shape to be added"),
+        (lambda: b * noise(3), r"multiplied by one number, got shape \(3,\)"),
+        (lambda: b.inner(b.w_l), "must be a BilinearTensor, got Tensor"),
         (lambda: b.augment(), "a residual needs d_in == d_out, got d_in=5, d_out=3; pass residual=False"),
     ]:
         with pytest.raises(ValueError, match=text):

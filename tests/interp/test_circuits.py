@@ -129,6 +129,8 @@ def test_bad_arguments_are_refused():
     eye = torch.eye(4).double()
     for call, text in [
         (lambda: edges(make_net(), null="gaussian"), "null must be one of 'haar', got 'gaussian'"),
+        (lambda: edges(make_net(), distance=float("nan")), "distance must be a finite number, got nan"),
+        (lambda: edges(make_net().mlp), "net must be an extracted model, got list without config, embed"),
         (lambda: edges(make_net(), metric="logits"), "metric must be one of 'identity', 'unembed'"),
         (lambda: edges(make_net(), max_bytes=100), r"Grams of all writers of shape \(7, 7, 7\) needs 2,744 bytes"),
         (lambda: alignment(noise(3), eye), r"direction must have shape \(\.\.\., 4\), got \(3,\)"),

@@ -224,6 +224,7 @@ def test_bad_arguments_are_refused():
         (lambda: match_heads([make_head()], [make_head("softmax")]), "needs a polynomial pattern"),
         (lambda: match_heads([make_head()], [make_head(o=torch.zeros(5, 3).double())]), "a head of b is zero"),
         (lambda: haar_null(a[0], a[1]), "same shape to be compared"),
+        (lambda: haar_null(a, a), "must be a BilinearTensor, got list"),
     ]:
         with pytest.raises(ValueError, match=text):
             call()

@@ -56,6 +56,8 @@ def test_bad_layers_are_refused():
     for call, text in [
         (lambda: compose(), "needs at least one layer, got none"),
         (lambda: compose(f, f), r"needs f2.d_in == f1.d_out, got 5 and 3; outermost first"),
+        (lambda: compose(f, f.w_l), "must be a BilinearTensor, got Tensor"),
+        (lambda: compose(f, f.to(torch.float32)), "w_l of every layer must be torch.float64"),
         (lambda: compose(f, residual=True), "a residual needs d_in == d_out, got d_in=5, d_out=3"),
         (lambda: compose(f).contract({"x": noise(11, 1)}), "size"),
     ]:

@@ -118,6 +118,22 @@ def test_what_is_refused():
         cycle_votes(extract(Transformer(ModelConfig.pure(**SIZES))), 3, 5)
     with pytest.raises(ValueError, match="position must be an integer between 3 and 16, got 17"):
         cycle_votes(extract(clock_model()), 3, 17)
+    net = extract(clock_model())
+    for layer in (-1, 2):
+        with pytest.raises(ValueError, match=f"layer must be an integer between 0 and 1, got {layer}"):
+            copy_table(net, layer, 0, net.x0)
+    with pytest.raises(ValueError, match="must be an extracted model, got Transformer"):
+        copy_table(net.model, 0, 0, net.x0)
+    with pytest.raises(ValueError, match="must be an extracted model, got Transformer"):
+        cycle_votes(net.model, 3, 5)
+    with pytest.raises(ValueError, match="table must be real"):
+        match(noise(3, 3) + 0j)
+    with pytest.raises(ValueError, match=r"tokens must be ids \(batch, seq\), got shape \(3,\)"):
+        follower_entries(torch.arange(3))
+    with pytest.raises(ValueError, match=r"bool \(batch, seq, seq\), got torch.bool of shape \(1, 3, 4\)"):
+        equal_part(torch.zeros(1, 3, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="entries must be bool"):
+        equal_part(torch.zeros(1, 3, 3))
     entries = torch.zeros(1, 3, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match="must be causal"):
         equal_part(entries.logical_not())

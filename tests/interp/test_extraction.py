@@ -95,6 +95,8 @@ def test_softmax_heads_expose_circuits_only():
 def test_extract_refuses_what_is_no_model_and_absent_parts():
     with pytest.raises(ValueError, match=r"needs a tnlm\.Transformer, got Linear"):
         extract(torch.nn.Linear(2, 3))
+    with pytest.raises(ValueError, match=r"needs a tnlm\.Transformer, got NoneType"):
+        extract(None)
     with pytest.raises(ValueError, match="no attention"):
         extract(make("bilinear", "none")).attention[0]
     with pytest.raises(ValueError, match="no MLP"):

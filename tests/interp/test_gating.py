@@ -48,5 +48,9 @@ def test_bad_gates_are_refused():
         paths(model, tokens, 3, ["blocks.0.hook_mlp_out"], max_forwards=100)
     with pytest.raises(ValueError, match=r"gates are hook_embed, blocks\.l\.hook_attn_out"):
         paths(model, tokens, 3, ["blocks.0.attn.hook_z"])
+    with pytest.raises(ValueError, match="gates must differ"):
+        paths(model, tokens, 3, ["blocks.2.hook_mlp_out"] * 2)
+    with pytest.raises(ValueError, match=r"target must be a token id in \[0, 11\), got 11"):
+        paths(model, tokens, 11, ["blocks.2.hook_mlp_out"])
     with pytest.raises(ValueError, match="paths need polynomial layers"):
         paths(make("swiglu"), tokens, 3, ["blocks.2.hook_mlp_out"])

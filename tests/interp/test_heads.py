@@ -225,11 +225,15 @@ def test_bad_heads_are_refused():
         ({"v0": None}, "value_mix=0.3 needs v0"),
         ({"o": noise(5, 2)}, r"o must have shape \(any, 3\)"),
         ({"rotary": noise(4)}, r"rotary must have shape \(2\)"),
+        ({"value_mix": math.nan}, "value_mix must be a finite number, got nan"),
+        ({"norm_eps": -1e-6}, "norm_eps must be a finite number >= 0, got -1e-06"),
     ]:
         with pytest.raises(ValueError, match=text):
             make_head(**changes)
     head = make_head()
     for call, text in [
+        (lambda: head.qk(1, math.inf), "a position or distance must be a finite number, got -inf"),
+        (lambda: head.token_table(noise(11, 7), 1, "k", math.nan), "a position or distance must be a finite number"),
         (lambda: head.qk(3), "branch must be one of 1, 2, got 3"),
         (lambda: head.ov("embed"), "source must be one of 'layer', 'first'"),
         (lambda: head.read_gram("v"), "side must be one of 'q', 'k'"),

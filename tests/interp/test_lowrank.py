@@ -40,6 +40,8 @@ def test_bad_factors_are_refused():
     for call, text in [
         (lambda: LowRank(noise(7, 3), noise(1, 5)), r"right must have shape \(3, any\), got \(1, 5\)"),
         (lambda: LowRank(noise(7, 3) * torch.nan, noise(3, 5)), "left must be finite"),
+        (lambda: a @ noise(4), r"x must have shape \(5\), got \(4,\)"),
+        (lambda: a @ noise(4, 2), r"x must have shape \(5, any\), got \(4, 2\)"),
         (lambda: a.inner(LowRank(noise(7, 3), noise(3, 1))), r"same shape to be compared, got \(7, 5\) and \(7, 1\)"),
     ]:
         with pytest.raises(ValueError, match=text):

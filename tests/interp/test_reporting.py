@@ -34,3 +34,12 @@ def test_report_is_one_offline_file(mlp, attention, tmp_path):
 def test_report_wants_rows_with_targets(tmp_path):
     with pytest.raises(ValueError, match="tokens must be"):
         report(make(), tmp_path / "r.html", tokens=torch.zeros(3, dtype=torch.long), progress=False)
+    tokens = torch.randint(0, 11, (2, 5))
+    with pytest.raises(ValueError, match=r"target must be a token id in \[0, 11\), got 11"):
+        report(make(), tmp_path / "r.html", tokens=tokens, target=11, progress=False)
+    with pytest.raises(ValueError, match="top must be an integer at least 1, got 0"):
+        report(make(), tmp_path / "r.html", tokens=tokens, top=0, progress=False)
+    tokens[1, 4] = 12
+    with pytest.raises(ValueError, match=r"token ids must be in \[0, 11\), got 12"):
+        report(make(), tmp_path / "r.html", tokens=tokens, progress=False)
+    assert not list(tmp_path.iterdir())

@@ -62,10 +62,14 @@ def test_shapley_equals_the_average_over_orders():
 @pytest.mark.user_error
 def test_bad_requests_are_refused():
     model = make()
-    with pytest.raises(ValueError, match=r"layers must be in \[0, 3\), got 3"):
+    with pytest.raises(ValueError, match="every one of layers must be an integer between 0 and 2, got 3"):
         attribute(model, torch.tensor([1]), 2, layers=[3])
     with pytest.raises(ValueError, match="target must be a token id"):
         attribute(model, torch.tensor([1]), 11)
+    with pytest.raises(ValueError, match=r"target must be a token id in \[0, 11\), got 1.5"):
+        attribute(model, torch.tensor([1]), 1.5)
+    with pytest.raises(ValueError, match=r"tokens must be a torch tensor \(seq,\), got list"):
+        attribute(model, [1], 1)
     with pytest.raises(ValueError, match="one prompt"):
         attribute(model, torch.tensor([[1]]), 1)
     with pytest.raises(ValueError, match="method must be one of"):

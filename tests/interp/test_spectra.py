@@ -146,6 +146,11 @@ def test_bad_arguments_are_refused():
         (lambda: eig(b, noise(3), method="lobpcg"), "method must be one of"),
         (lambda: eig(b, noise(3), max_bytes=8), "eigenvectors .* more than max_bytes=8; ask for fewer"),
         (lambda: eig(b, noise(2, 3), 4, method="krylov", max_steps=3), "max_steps must be at least k"),
+        (lambda: eig(b, noise(2, 3), 1, method="krylov", max_steps=3.5), "max_steps must be an integer at least 1"),
+        (lambda: eig(b, noise(2, 3), 1, method="krylov", tol=torch.nan), "tol must be a finite number > 0, got nan"),
+        (lambda: eig(b, noise(2, 3), 1, method="krylov", tol=0.0), "tol must be a finite number > 0, got 0.0"),
+        (lambda: eig(b.w_l, noise(3)), r"must be a BilinearTensor, got Tensor; tnlm\.interp\.extract\(model\)\.mlp"),
+        (lambda: effective_rank(b.w_l, noise(3), "max"), "must be a BilinearTensor, got Tensor"),
         (
             lambda: eig(complex_layer, noise(3).to(torch.complex128)),
             "must be real for this analysis, got torch.complex128",

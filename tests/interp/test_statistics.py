@@ -136,6 +136,12 @@ def test_bad_arguments_are_refused():
         (lambda: bounds(b, noise(3), radius2=torch.nan), "radius2 must be a finite number"),
         (lambda: bounds(b, noise(3), domain="cube"), "domain must be one of 'sphere', 'ball'"),
         (lambda: trace_bounds(noise(3), noise(4), 5), r"frobenius must have shape \(3\), got \(4,\)"),
+        (lambda: trace_bounds(noise(3), -noise(3).abs(), 5), "frobenius must be norms, at least 0, got -"),
+        (lambda: trace_bounds(noise(3), noise(3).abs(), 0), "d must be an integer at least 1, got 0"),
+        (lambda: trace_bounds(noise(3) + 0j, noise(3) + 0j, 5), "trace must be real"),
+        (lambda: moments(b.w_l), "must be a BilinearTensor, got Tensor"),
+        (lambda: bounds(b.w_l, noise(3)), "must be a BilinearTensor, got Tensor"),
+        (lambda: jacobian_kernel(b.w_l), "must be a BilinearTensor, got Tensor"),
         (lambda: jacobian_kernel(b, noise(3, 3)), r"second_moment must have shape \(5, 5\)"),
     ]:
         with pytest.raises(ValueError, match=text):

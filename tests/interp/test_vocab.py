@@ -120,6 +120,13 @@ def test_bad_arguments_are_refused():
             "max_bytes=99; pass tokens= or a smaller k",
         ),
         (lambda: vocab_eigs(net, 0, block=0, progress=False), "block must be an integer at least 1"),
+        (lambda: vocab_eigs(net, 0, tol=torch.nan, progress=False), "tol must be a finite number > 0, got nan"),
+        (lambda: vocab_moments(net, 0, block=0), "block must be an integer at least 1"),
+        (lambda: vocab_moments(net, 0, gram=noise(30, 30)), "gram must be symmetric"),
+        (
+            lambda: vocab_eigs(net.mlp, 0, progress=False),
+            "must be an extracted model, got list without mlp, unembed",
+        ),
         (lambda: vocab_moments(net, -1), "layer must be an integer between 0 and 1"),
         (lambda: vocab_moments(net, 0, gram=noise(3, 3)), r"gram must have shape \(30, 30\)"),
         (lambda: vocab_bounds(complex_net, 0), "layer 0 must be real for this analysis"),

@@ -1,6 +1,9 @@
 """What every analysis asks of its inputs: one wording for each fault."""
 
+import math
+from numbers import Real
 from types import EllipsisType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +80,24 @@ def check_count(name: str, value: int, low: int, high: int | None = None) -> Non
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ValueError(f"{name} must be an integer {limit}, got {value!r}")
+
+
+def check_number(name: str, value: float | int, low: float | int = -math.inf, *, above: bool = False) -> None:
+    """Raise ValueError unless ``value`` is a finite real number at least ``low`` (with ``above``: greater)."""
+    real = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not real or value < low or (above and value == low):
+        limit = "" if low == -math.inf else f" {'>' if above else '>='} {low:g}"
+        raise ValueError(f"{name} must be a finite number{limit}, got {value!r}")
+
+
+def check_view(net: Any, *parts: str) -> None:
+    """Raise ValueError unless ``net`` has the parts of an extracted model that an analysis reads."""
+    missing = [part for part in parts if not hasattr(net, part)]
+    if missing:
+        raise ValueError(
+            f"net must be an extracted model, got {type(net).__name__} without {', '.join(missing)}; "
+            "pass tnlm.interp.extract(model)"
+        )
 
 
 def check_bytes(what: str, shape: tuple[int, ...], dtype: torch.dtype, max_bytes: int, instead: str) -> None:

@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tnlm.evaluate import token_losses
-from tnlm.interp._checks import check_choice
-from tnlm.interp.bilinear import BilinearTensor
+from tnlm.interp._checks import check_choice, check_count, check_finite
+from tnlm.interp.bilinear import BilinearTensor, check_layer
 from tnlm.interp.extraction import Extracted, extract
 from tnlm.mlp import MLP
 from tnlm.points import intervene, record, shared_copy
@@ -48,14 +48,16 @@ def ablate(
     Raises:
         ValueError: An unknown point (close matches are named), a head out of range, or a reference that does not fit.
     """
-    model = extract(net).model if not isinstance(net, Extracted) else net.model
+    model = net.model if isinstance(net, Extracted) else extract(net).model
     edits = ablation_edits(model, tokens, what, how, reference=reference, seed=seed)
     with intervene(model, edits):
-        return model(tokens)
+        logits = model(tokens)
+    check_finite("the logits", logits)
+    return logits
 
 
 def ablation_edits(
-    model: Transformer,
+    net: "Extracted | Transformer",
     tokens: Int[Tensor, "batch seq"],
     what: What | Sequence[What],
     how: How = "mean",
@@ -65,10 +67,17 @@ def ablation_edits(
 ) -> dict[str, Callable[[Tensor], Tensor]]:
     """The edits that :func:`ablate` makes, for :func:`tnlm.points.intervene` or :func:`delta_ce`."""
     check_choice("how", how, ("zero", "mean", "resample"))
-    single = isinstance(what, str) or (isinstance(what, tuple) and isinstance(what[1], int))
+    model = net.model if isinstance(net, Extracted) else extract(net).model
+    single = isinstance(what, str) or (
+        isinstance(what, tuple) and len(what) == 2 and not isinstance(what[1], str | tuple)
+    )
     parts: list[What] = [what] if single else list(what)  # type: ignore[list-item, arg-type]
+    if not parts:
+        raise ValueError("what must name at least one point, got none")
     heads: dict[str, list[int] | None] = {}
     for part in parts:
+        if not isinstance(part, str) and not (isinstance(part, tuple) and isinstance(part[-1], int) and len(part) == 2):
+            raise ValueError(f"what must hold points, as names or (name, head), got {part!r}")
         name, head = (part, None) if isinstance(part, str) else part
         if head is not None and not 0 <= head < model.config.n_head:
             raise ValueError(f"head must be in [0, {model.config.n_head}), got {head} for {name}")
@@ -157,10 +166,14 @@ def delta_ce(
     Raises:
         ValueError: ``tokens`` is not a matrix of at least 2 columns, or the models have different vocabularies.
     """
-    model = net.model if isinstance(net, Extracted) else net
+    model = net.model if isinstance(net, Extracted) else extract(net).model
+    check_count("batch_size", batch_size, 1)
+    if not isinstance(edited, nn.Module | Mapping):
+        raise ValueError(f"edited must be a model or edits by point, got {type(edited).__name__}")
     if tokens.ndim != 2 or tokens.shape[1] < 2 or not len(tokens):
         raise ValueError(f"tokens must be (rows, seq + 1) with at least one target each, got {tuple(tokens.shape)}")
-    model.check_tokens(tokens[:, :-1], limit=model.config.d_vocab_used)
+    for part in (tokens[:, :-1], tokens[:, 1:]):
+        model.check_tokens(part, limit=model.config.d_vocab_used)
     if isinstance(edited, nn.Module) and edited.config.d_vocab != model.config.d_vocab:
         raise ValueError(f"both models need one vocabulary, got {model.config.d_vocab} and {edited.config.d_vocab}")
     base_rows, edited_rows, kl = [], [], 0.0
@@ -172,6 +185,8 @@ def delta_ce(
         else:
             with intervene(model, edited):
                 after = model(inputs)
+        check_finite("the logits of the model", base)
+        check_finite("the logits of the edited model", after)
         base_rows.append(token_losses(base, targets).double().mean(1))
         edited_rows.append(token_losses(after, targets).double().mean(1))
         p, q = base.double().log_softmax(-1), after.double().log_softmax(-1)
@@ -196,6 +211,7 @@ def with_mlp(model: Transformer, layers: Mapping[int, BilinearTensor]) -> Transf
     for layer, tensor in layers.items():
         if not 0 <= layer < model.config.n_layer or model.blocks[layer].mlp is None:
             raise ValueError(f"the model has no MLP at layer {layer}; layers are 0..{model.config.n_layer - 1}")
+        check_layer(tensor, real=True)
         if (tensor.d_in, tensor.d_out) != (width, width):
             raise ValueError(f"the layer must map d_model={width} to itself, got {tensor.d_in} to {tensor.d_out}")
         old = model.blocks[layer].mlp

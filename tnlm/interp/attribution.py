@@ -3,8 +3,8 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from tnlm.interp._checks import check_real, check_tensor
-from tnlm.interp.bilinear import BilinearTensor
+from tnlm.interp._checks import check_tensor
+from tnlm.interp.bilinear import BilinearTensor, check_layer
 
 
 def layer_pairs(b: BilinearTensor, u: Float[Tensor, " d_out"], parts: Float[Tensor, "p d_in"]) -> Float[Tensor, "p p"]:
@@ -39,6 +39,6 @@ def layer_shapley(
 
 
 def _check(b: BilinearTensor, u: Tensor, parts: Tensor) -> None:
-    check_real("the layer", b.w_l)
+    check_layer(b, real=True)
     check_tensor("u", u, (b.d_out,), b.w_l)
     check_tensor("parts", parts, (None, b.d_in), b.w_l)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Inexact
 from torch import Tensor
 
-from tnlm.interp._checks import check_bytes, check_choice, check_symmetric, check_tensor
+from tnlm.interp._checks import check_bytes, check_choice, check_real, check_symmetric, check_tensor
 
 # Elements of one temporary block: 64 MiB in float32.
 _BLOCK = 2**24
@@ -105,6 +105,10 @@ class BilinearTensor:
         )
 
     def __mul__(self, scalar: int | float | complex) -> "BilinearTensor":
+        if isinstance(scalar, Tensor) and scalar.ndim:
+            raise ValueError(
+                f"a layer is multiplied by one number, got shape {tuple(scalar.shape)}; project(m) is m f(x)"
+            )
         return type(self)(self.w_l, self.w_r, self.w_d * scalar, None if self.bias is None else self.bias * scalar)
 
     __rmul__ = __mul__
@@ -227,6 +231,7 @@ class BilinearTensor:
         about three with itself.
         """
         check_choice("kind", kind, ("sym", "gaussian", "sphere"))
+        check_layer(other)
         if self.shape != other.shape:
             raise ValueError(f"layers must have the same shape to be compared, got {self.shape} and {other.shape}")
         check_tensor("w_l of the other layer", other.w_l, (None, None), self.w_l)
@@ -246,6 +251,16 @@ class BilinearTensor:
         zero = torch.zeros_like(means)
         bias, other_bias = (zero if b.bias is None else b.bias.to(wide) for b in (self, other))
         return quadratic + _dot(bias, other_means) + _dot(means, other_bias) + _dot(bias, other_bias)
+
+
+def check_layer(b: object, *, real: bool = False) -> None:
+    """Raise ValueError unless ``b`` is a layer as factors, with real weights where a spectrum is wanted."""
+    if not isinstance(b, BilinearTensor):
+        raise ValueError(
+            f"the layer must be a BilinearTensor, got {type(b).__name__}; tnlm.interp.extract(model).mlp[l] is one"
+        )
+    if real:
+        check_real("the layer", b.w_l)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tnlm.interp._checks import check_bytes, check_choice, check_symmetric, check_tensor
+from tnlm.interp._checks import check_bytes, check_choice, check_number, check_symmetric, check_tensor, check_view
 from tnlm.interp.heads import BilinearHead
 from tnlm.interp.ranking import table
 
@@ -56,6 +56,8 @@ def edges(
     """
     check_choice("null", null, ("haar",))
     check_choice("metric", metric, ("identity", "unembed"))
+    check_number("distance", distance)
+    check_view(net, "config", "embed", "unembed", "mlp", "attention")
     d = net.unembed.shape[1]
     count = 1 + net.config.n_layer * (1 + net.config.n_head)
     check_bytes("the Grams of all writers", (count, d, d), net.unembed.dtype, max_bytes, "use a smaller model")

@@ -8,8 +8,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from tnlm.interp._checks import check_bytes, check_choice, check_count, check_real
-from tnlm.interp.bilinear import BilinearTensor, cross_gram
+from tnlm.interp._checks import check_bytes, check_choice, check_count
+from tnlm.interp.bilinear import BilinearTensor, check_layer, cross_gram
 from tnlm.interp.heads import BilinearHead
 
 Kind = Literal["sym", "gaussian", "sphere", "complex", "tree"]
@@ -136,7 +136,7 @@ def haar_null(a: BilinearTensor, b: BilinearTensor) -> HaarNull:
     Mean ``m_a . m_b / d`` with the traces ``m``; variance ``2 <G0_a, G0_b> / ((d - 1)(d + 2))`` with the Grams ``G0``
     of the traceless parts. Two output Grams and one inner product.
     """
-    check_real("the first layer", a.w_l)
+    check_layer(a, real=True)
     value = a.inner(b)
     d = a.d_in
     traces = [layer.traces().double() for layer in (a, b)]

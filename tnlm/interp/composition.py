@@ -2,7 +2,8 @@
 
 import itertools
 
-from tnlm.interp.bilinear import BilinearTensor
+from tnlm.interp._checks import check_tensor
+from tnlm.interp.bilinear import BilinearTensor, check_layer
 from tnlm.network import Network
 
 
@@ -24,6 +25,9 @@ def compose(*layers: BilinearTensor, residual: bool = False) -> Network:
     """
     if not layers:
         raise ValueError("compose needs at least one layer, got none")
+    for layer in layers:
+        check_layer(layer)
+        check_tensor("w_l of every layer", layer.w_l, (None, None), layers[0].w_l)
     for upper, lower in itertools.pairwise(layers):
         if upper.d_in != lower.d_out:
             raise ValueError(

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tnlm.interp._checks import check_count, check_tensor
+from tnlm.interp._checks import check_count, check_real, check_tensor, check_view
 from tnlm.interp.extraction import Extracted
 from tnlm.interp.heads import BilinearHead
 
@@ -33,7 +33,9 @@ def match(table: Float[Tensor, "n n"]) -> Match:
 
     Source: Hoeffding 1951, A combinatorial central limit theorem.
     """
+    check_tensor("table", table, (None, None))
     check_tensor("table", table, (None, len(table)))
+    check_real("table", table)
     check_count("the number of tokens", len(table), 2)
     n, wide = len(table), table.double()
     centred = wide - wide.mean(0) - wide.mean(1, keepdim=True) + wide.mean()
@@ -72,13 +74,17 @@ def copy_table(
     Raises:
         ValueError: The model has norms, or shapes do not fit.
     """
+    check_view(net, "config", "attention", "unembed", "write_factors")
     _require_no_norm(net, "copy_table")
+    check_count("layer", layer, 0, len(net.attention) - 1)
     check_tensor("inputs", inputs, (len(net.unembed), net.unembed.shape[1]), net.unembed)
     return net.write_factors[layer] * (net.unembed @ (net.attention[layer].head(head).ov() @ inputs.mT))
 
 
 def follower_entries(tokens: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq seq"]:
     """Entries ``[query, key]`` of a pattern whose key follows a token equal to the query's: what induction uses."""
+    if tokens.ndim != 2 or tokens.dtype.is_floating_point:
+        raise ValueError(f"tokens must be ids (batch, seq), got shape {tuple(tokens.shape)} of {tokens.dtype}")
     follows = torch.zeros(*tokens.shape, tokens.shape[1], dtype=torch.bool, device=tokens.device)
     follows[:, :, 1:] = tokens[:, :, None] == tokens[:, None, :-1]
     return follows.tril()
@@ -90,6 +96,8 @@ def equal_part(entries: Bool[Tensor, "batch seq seq"], seed: int = 0) -> Bool[Te
     Raises:
         ValueError: Entries in the future, or a row that has fewer others than entries.
     """
+    if entries.dtype != torch.bool or entries.ndim != 3 or entries.shape[1] != entries.shape[2]:
+        raise ValueError(f"entries must be bool (batch, seq, seq), got {entries.dtype} of shape {tuple(entries.shape)}")
     if bool((entries & ~entries.tril()).any()):
         raise ValueError("entries must be causal (key at or before query), got some in the future; use .tril()")
     others = torch.ones_like(entries).tril() & ~entries
@@ -122,6 +130,7 @@ def cycle_votes(net: Extracted, period: int, position: int, *, clock: bool = Tru
     Raises:
         ValueError: Another architecture, or numbers out of range. Costs ``position`` tables of ``d_vocab**2``.
     """
+    check_view(net, "config", "attention", "unembed", "x0")
     config = net.config
     plain = config.n_layer == 2 and config.n_head == 1 and config.mlp == "none" and not config.x0_mixing
     if not plain or config.qk_bias or config.value_residual:

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tnlm.interp._checks import check_count, check_real, check_tensor
-from tnlm.interp.bilinear import BilinearTensor
+from tnlm.interp._checks import check_count, check_number, check_tensor
+from tnlm.interp.bilinear import BilinearTensor, check_layer
 from tnlm.interp.spectra import eig, fix_signs
 
 
@@ -40,7 +40,7 @@ def hosvd(b: BilinearTensor, rank_out: int, rank_in: int) -> Tucker:
 
     Source: De Lathauwer, De Moor and Vandewalle 2000.
     """
-    check_real("the layer", b.w_l)
+    check_layer(b, real=True)
     check_count("rank_out", rank_out, 1, b.d_out)
     check_count("rank_in", rank_in, 1, b.d_in)
     spectra, bases = [], []
@@ -78,12 +78,12 @@ def cp(
         The fit in the gauge of `fix_gauge`. One sweep costs ``O(rank d_hidden d_in)`` and at most 30 conjugate-gradient
         steps of ``O(rank**2 d_in)`` for each input factor.
     """
-    check_real("the layer", b.w_l)
+    check_layer(b, real=True)
     check_count("rank", rank, 1)
     check_count("sweeps", sweeps, 1)
     check_count("restarts", restarts, 1)
-    if not ridge >= 0:
-        raise ValueError(f"ridge must be >= 0, got {ridge}")
+    check_number("ridge", ridge, 0)
+    check_number("tol", tol, 0)
     norm2 = float(b.inner(b).clamp_min(0))
     if norm2 == 0:
         empty = b.w_l.new_zeros(rank, b.d_in)
@@ -173,7 +173,7 @@ def fix_gauge(b: BilinearTensor) -> BilinearTensor:
     with a fixed generic vector, units are ordered by the length of their output column, longest first. A unit with a
     zero factor contributes nothing: it becomes zero and comes last. Ties keep their order.
     """
-    check_real("the layer", b.w_l)
+    check_layer(b, real=True)
     scale_l, scale_r = b.w_l.norm(dim=1), b.w_r.norm(dim=1)
     alive = (scale_l > 0) & (scale_r > 0)
     w_l, w_r = (
@@ -196,6 +196,7 @@ def truncate(b: BilinearTensor, u: Float[Tensor, " d_out"], k: int) -> BilinearT
     ``u . f`` becomes exactly ``sum_{i<=k} values_i (v_i . x)**2`` (plus bias); outputs orthogonal to ``u`` are as they
     were, others change by their overlap with ``u``. Adds ``d_in - k`` hidden units; one dense eigendecomposition.
     """
+    check_layer(b, real=True)
     check_tensor("u", u, (b.d_out,), b.w_l)
     check_count("k", k, 0, b.d_in)
     pairs = eig(b, u)
@@ -210,6 +211,7 @@ def remove(
     Raises:
         ValueError: Bad shapes, NaN, or ``u = 0``, which names no direction.
     """
+    check_layer(b)
     check_tensor("u", u, (b.d_out,), b.w_l)
     check_tensor("values", values, (None,), b.w_l)
     check_tensor("vectors", vectors, (b.d_in, len(values)), b.w_l)

@@ -59,7 +59,8 @@ def top_examples(
     if tokens.ndim != 2 or not tokens.numel():
         raise ValueError(f"tokens must be (rows, seq) with at least one token, got shape {tuple(tokens.shape)}")
     net.model.check_tokens(tokens, limit=net.config.d_vocab_used)
-    check_count("k", k, 1)
+    for name, count in (("k", k), ("context", context), ("batch_size", batch_size)):
+        check_count(name, count, 1)
     check_count("layer", layer, 0, net.n_layer - 1)
     form = net.mlp[layer]
     check_tensor("u", u, (form.d_out,), form.w_l)

@@ -13,7 +13,7 @@ from tnlm.config import POLYNOMIAL_MLPS
 from tnlm.interp.extraction import Extracted, extract
 from tnlm.interp.spectra import Eig, eig
 from tnlm.points import intervene, record
-from tnlm.transformer import Transformer, check_ids
+from tnlm.transformer import Transformer
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -188,9 +188,11 @@ def explain(
     Source: eigen-components after Pearce et al. 2025, arXiv:2410.08417.
     """
     net = model if isinstance(model, Extracted) else extract(model)
-    tokens = _prompt(net, tokens, target, foil)
-    if components is not None and components < 0:
-        raise ValueError(f"components must be at least 0, or None for all; got {components}")
+    if isinstance(tokens, Tensor) and tokens.ndim == 2 and len(tokens) == 1:
+        tokens = tokens[0]
+    net.check_prompt("explain", tokens, target=target, **({} if foil is None else {"foil": foil}))
+    if components is not None and not (isinstance(components, int) and components >= 0):
+        raise ValueError(f"components must be at least 0, or None for all; got {components!r}")
     run = record(net.model, tokens[None], _points(net))
     double = {name: value.double() for name, value in run.items()}
     direction = net.cast(net.model.unembed.w_u)[target].double()
@@ -273,19 +275,6 @@ def _points(net: Extracted) -> Iterable[str]:
             yield from (f"blocks.{l}.attn.hook_pattern", f"blocks.{l}.attn.hook_v_mixed")
         if net.config.mlp != "none":
             yield from (f"blocks.{l}.ln2.hook_normalized", f"blocks.{l}.hook_mlp_out")
-
-
-def _prompt(net: Extracted, tokens: Tensor, target: int, foil: int | None) -> Tensor:
-    tokens = tokens[0] if tokens.ndim == 2 and tokens.shape[0] == 1 else tokens
-    if tokens.ndim != 1 or not len(tokens):
-        raise ValueError(f"explain takes one prompt of at least one token, (seq,), got shape {tuple(tokens.shape)}")
-    limit: int = net.config.d_vocab_used  # type: ignore[assignment]
-    net.model.check_tokens(tokens[None], limit=limit)
-    for name, token in (("target", target), ("foil", foil)):
-        if token is not None and not 0 <= token < limit:
-            raise ValueError(f"{name} must be a token id in [0, {limit}), got {token}")
-    check_ids(tokens[None], limit)
-    return tokens
 
 
 def _logit(model: Transformer, tokens: Tensor, target: int, foil: int | None) -> float:

@@ -1,5 +1,6 @@
 """Read a model's weights as the tensors that the analyses take, and check that they are the model."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +37,7 @@ def extract(model_or_id: "Transformer | str | Any", *, dtype: torch.dtype | None
     """
     model = model_or_id
     if not isinstance(model, Transformer):
-        if isinstance(model, torch.nn.Module):
+        if isinstance(model, torch.nn.Module) or not isinstance(model, str | os.PathLike):
             raise ValueError(
                 f"extract needs a tnlm.Transformer, got {type(model).__name__}; pass the eager model, no wrapper of it"
             )
@@ -108,6 +109,18 @@ class Extracted:
     def pad_tokens(self) -> range:
         """Rows that only pad the vocabulary; rankings leave them out."""
         return range(self.config.d_vocab_used, self.config.d_vocab)  # type: ignore[arg-type]
+
+    def check_prompt(self, what: str, tokens: Int[Tensor, " seq"], **ids: int) -> None:
+        """Raise ValueError unless ``tokens`` are one prompt of this model and the named ``ids`` stand for text."""
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"tokens must be a torch tensor (seq,), got {type(tokens).__name__}")
+        if tokens.ndim != 1 or not len(tokens):
+            raise ValueError(f"{what} takes one prompt of at least one token, (seq,), got shape {tuple(tokens.shape)}")
+        limit = len(self.tokens)
+        self.model.check_tokens(tokens[None], limit=limit)
+        for name, token in ids.items():
+            if not hasattr(token, "__index__") or not 0 <= int(token) < limit:
+                raise ValueError(f"{name} must be a token id in [0, {limit}), got {token!r}")
 
     @cached_property
     def mlp(self) -> "Layers[BilinearTensor]":

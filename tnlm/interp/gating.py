@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from tnlm.interp._checks import check_count
 from tnlm.interp.extraction import Extracted, extract
 from tnlm.interp.polynomials import gate_coefficients
 from tnlm.points import intervene, is_point, record
@@ -53,11 +52,9 @@ def paths(
             f"paths need polynomial layers, got mlp={net.config.mlp!r}, attention={net.config.attention!r}; "
             "explain takes every kind"
         )
-    limit: int = net.config.d_vocab_used  # type: ignore[assignment]
-    if tokens.ndim != 1 or not len(tokens):
-        raise ValueError(f"paths takes one prompt of at least one token, (seq,), got shape {tuple(tokens.shape)}")
-    net.model.check_tokens(tokens[None], limit=limit)
-    check_count("target", target, 0, limit - 1)
+    net.check_prompt("paths", tokens, target=target)
+    if len(set(gates)) != len(gates):
+        raise ValueError(f"gates must differ, got {list(gates)}")
     degrees = [_degree(net, gate) for gate in gates]
     forwards = 1
     for degree in degrees:

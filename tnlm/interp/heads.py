@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Inexact
 from torch import Tensor
 
-from tnlm.interp._checks import check_bytes, check_choice, check_count, check_real, check_tensor
+from tnlm.interp._checks import check_bytes, check_choice, check_count, check_number, check_real, check_tensor
 from tnlm.interp.lowrank import LowRank
 from tnlm.interp.ranking import rank_pairs, table, token_ids
 
@@ -81,6 +81,8 @@ class BilinearHead:
                 )
             if w is not None:
                 check_tensor(name, w, shape, self.q1)
+        check_number("value_mix", self.value_mix)
+        check_number("norm_eps", self.norm_eps, 0)
         check_tensor("v", self.v, (None, shape[1]), self.q1)
         if self.v0 is not None:
             check_tensor("v0", self.v0, tuple(self.v.shape), self.q1)
@@ -273,6 +275,7 @@ class BilinearHead:
 
     def _turn(self, y: Tensor, position: int) -> Tensor:
         """Rotate the rows of ``(d_qk, n)`` to ``position``: ``[a | b] -> [a cos + b sin | b cos - a sin]``."""
+        check_number("a position or distance", position)
         angle = self.rotary.double() * position
         return _rotate(y, angle.cos().to(y.dtype), angle.sin().to(y.dtype))
 

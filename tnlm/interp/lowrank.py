@@ -45,6 +45,7 @@ class LowRank:
         return type(self)(self.right.mT, self.left.mT)
 
     def __matmul__(self, x: Inexact[Tensor, "n ..."]) -> Inexact[Tensor, "m ..."]:
+        check_tensor("x", x, (self.shape[1], *[None] * (x.ndim - 1)))
         return self.left @ (self.right @ x)
 
     def tensor(self, max_bytes: int = 2**30) -> Inexact[Tensor, "m n"]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tnlm.config import POLYNOMIAL_ATTENTIONS, POLYNOMIAL_MLPS
 from tnlm.interp import plot
+from tnlm.interp._checks import check_count
 from tnlm.interp.ablation import delta_ce, with_mlp
 from tnlm.interp.bilinear import BilinearTensor
 from tnlm.interp.decompositions import hosvd
@@ -74,11 +75,14 @@ def add_sections(
     """The sections of :func:`report` on a page that exists."""
     if tokens.ndim != 2 or tokens.shape[1] < 2 or not len(tokens):
         raise ValueError(f"tokens must be (rows, seq + 1), got shape {tuple(tokens.shape)}")
-    net.model.check_tokens(tokens[:, :-1], limit=net.config.d_vocab_used)
+    for part in (tokens[:, :-1], tokens[:, 1:]):
+        net.model.check_tokens(part, limit=net.config.d_vocab_used)
+    check_count("top", top, 1)
     prompt = tokens[0, :-1]
     if target is None:
         with torch.no_grad():
             target = int(net.model(prompt[None])[0, -1, : net.config.d_vocab_used].argmax())
+    net.check_prompt("report", prompt, target=target)
     names = [str(i) if tokenizer is None else tokenizer.decode([i]) for i in net.tokens]
     steps = [_model, _exactness, _scalars, _spectra, _heads, _truncation, _explanation]
     study = _Study(net, tokens, prompt, target, names, tokenizer, top)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tnlm.config import POLYNOMIAL_MLPS
-from tnlm.interp._checks import check_choice
+from tnlm.interp._checks import check_choice, check_count
 from tnlm.interp.attribution import layer_pairs
 from tnlm.interp.extraction import Extracted, extract
 from tnlm.points import record
@@ -113,13 +113,7 @@ def _norm_points(net: Extracted) -> list[str]:
 
 
 def _check(net: Extracted, tokens: Tensor, target: int, layers: Sequence[int] | None) -> None:
-    if tokens.ndim != 1 or not len(tokens):
-        raise ValueError(f"attribute takes one prompt of at least one token, (seq,), got shape {tuple(tokens.shape)}")
-    limit: int = net.config.d_vocab_used  # type: ignore[assignment]
-    net.model.check_tokens(tokens[None], limit=limit)
-    if not 0 <= target < limit:
-        raise ValueError(f"target must be a token id in [0, {limit}), got {target}")
+    net.check_prompt("attribute", tokens, target=target)
     for l in layers or ():
-        if not 0 <= l < net.n_layer:
-            raise ValueError(f"layers must be in [0, {net.n_layer}), got {l}")
+        check_count("every one of layers", l, 0, net.n_layer - 1)
         net.mlp[l]

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tnlm.interp._checks import check_bytes, check_choice, check_count, check_real, check_tensor
-from tnlm.interp.bilinear import BilinearTensor
+from tnlm.interp._checks import check_bytes, check_choice, check_count, check_number, check_tensor
+from tnlm.interp.bilinear import BilinearTensor, check_layer
 
 Which = Literal["abs", "max", "min"]
 
@@ -66,7 +66,7 @@ def eig(
 
     Source: Pearce et al. 2025, arXiv:2410.08417 (decomposition); docs/mathematics.md (certificate).
     """
-    check_real("the layer", b.w_l)
+    check_layer(b, real=True)
     check_tensor("u", u, (..., b.d_out), b.w_l)
     check_choice("which", which, ("abs", "max", "min"))
     check_choice("method", method, ("auto", "full", "krylov"))
@@ -98,7 +98,7 @@ def effective_rank(
     ``participation`` ``(sum |l|)**2 / sum l**2``; ``entropy`` ``exp(-sum p log p)`` with ``p = l**2 / sum l**2``;
     ``max`` ``sum |l| / max |l|``; ``stable`` ``sum l**2 / max l**2``. One dense eigendecomposition per direction.
     """
-    check_real("the layer", b.w_l)
+    check_layer(b, real=True)
     check_tensor("u", u, (..., b.d_out), b.w_l)
     check_choice("kind", kind, ("participation", "entropy", "max", "stable"))
     rows = u.reshape(-1, b.d_out)
@@ -193,6 +193,8 @@ def lanczos(
 
     Source: Parlett, The Symmetric Eigenvalue Problem (Lanczos); Kahan 1967 (inclusion), see docs/mathematics.md.
     """
+    check_number("tol", tol, 0, above=True)
+    check_count("max_steps", max_steps, 1)
     max_steps = min(max_steps, d)
     if max_steps < k:
         raise ValueError(f"max_steps must be at least k, got max_steps={max_steps}, k={k}")

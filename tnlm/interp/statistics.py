@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tnlm.interp._checks import check_choice, check_real, check_symmetric, check_tensor
-from tnlm.interp.bilinear import BilinearTensor, input_gram
+from tnlm.interp._checks import check_choice, check_count, check_number, check_real, check_symmetric, check_tensor
+from tnlm.interp.bilinear import BilinearTensor, check_layer, input_gram
 from tnlm.interp.spectra import eig
 
 
@@ -55,7 +55,7 @@ def moments(
     Raises:
         ValueError: Bad shapes, NaN, complex weights, ``cov`` not symmetric positive semi-definite.
     """
-    check_real("the layer", b.w_l)
+    check_layer(b, real=True)
     check_choice("kind", kind, ("sphere", "gaussian"))
     bias = b.w_d.new_zeros(b.d_out) if b.bias is None else b.bias
     if kind == "sphere":
@@ -101,9 +101,9 @@ def bounds(
         ValueError: Bad shapes, NaN, complex weights, a negative radius.
     """
     check_choice("domain", domain, ("sphere", "ball"))
-    radius2 = float(b.d_in) if radius2 is None else float(radius2)
-    if not 0 <= radius2 < float("inf"):
-        raise ValueError(f"radius2 must be a finite number >= 0, got {radius2}")
+    check_layer(b, real=True)
+    radius2 = float(b.d_in if radius2 is None else radius2)
+    check_number("radius2", radius2, 0)
     lowest, highest = (eig(b, u, 1, which, "full") for which in ("min", "max"))
     low, high = (radius2 * pair.values[..., 0] for pair in (lowest, highest))
     argmin, argmax = (radius2**0.5 * pair.vectors[..., 0] for pair in (lowest, highest))
@@ -122,7 +122,11 @@ def trace_bounds(trace: Float[Tensor, "*batch"], frobenius: Float[Tensor, "*batc
     Source: Wolkowicz and Styan 1980, Linear Algebra and its Applications 29.
     """
     check_tensor("trace", trace, (...,))
+    check_real("trace", trace)
     check_tensor("frobenius", frobenius, tuple(trace.shape), trace)
+    check_count("d", d, 1)
+    if bool((frobenius < 0).any()):
+        raise ValueError(f"frobenius must be norms, at least 0, got {float(frobenius.min()):.3g}")
     mean = trace / d
     spread = (frobenius.square() / d - mean.square()).clamp_min(0).sqrt()
     if d == 1:
@@ -139,6 +143,7 @@ def jacobian_kernel(
     With ``second_moment = E[x x^T]`` of some data it is instead the expected ``E[J(x)^T J(x)]``, exactly; show it next
     to the data-free kernel, which is not blind off the data. About eight ``d_hidden**2 d_in`` products.
     """
+    check_layer(b)
     if second_moment is None:
         return 4 * b.gram("in")
     check_tensor("second_moment", second_moment, (b.d_in, b.d_in), b.w_l)

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import torch
 
+from tnlm.interp._checks import check_count, check_view
 from tnlm.interp.extraction import Extracted
 from tnlm.interp.lowrank import LowRank
 from tnlm.interp.ranking import Pair, rank_pairs, table, token_ids
@@ -37,8 +38,9 @@ def path_table(
     Raises:
         ValueError: No such layer, head or path, or a part that has no tensor.
     """
-    if path != "direct" and not 0 <= layer < net.n_layer:
-        raise ValueError(f"layer must be in [0, {net.n_layer}), got {layer}")
+    check_view(net, "mlp", "attention", "unembed", "tokens", "x0")
+    if path != "direct":
+        check_count("layer", layer, 0, net.n_layer - 1)
     ids = token_ids(torch.arange(len(net.tokens)), net.config.d_vocab, net.unembed.device)
     x0, w_u = net.x0, net.unembed
     if isinstance(path, int):

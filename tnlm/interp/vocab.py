@@ -10,7 +10,15 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tnlm.interp._checks import check_bytes, check_count, check_real, check_tensor
+from tnlm.interp._checks import (
+    check_bytes,
+    check_count,
+    check_number,
+    check_real,
+    check_symmetric,
+    check_tensor,
+    check_view,
+)
 from tnlm.interp.bilinear import BilinearTensor
 from tnlm.interp.ranking import token_ids
 from tnlm.interp.spectra import _DENSE_WIDTH, Eig, Which, eig, form_norms, krylov
@@ -79,6 +87,7 @@ def vocab_eigs(
     b = _layer(net, layer)
     check_count("k", k, 1, b.d_in)
     check_count("block", block, 1)
+    check_number("tol", tol, 0, above=True)
     ids = token_ids(net.tokens if tokens is None else tokens, len(net.unembed), net.unembed.device)
     check_bytes("the eigenvectors", (len(ids), b.d_in, k), b.dtype, max_bytes, "pass tokens= or a smaller k")
     directions = _directions(net, center)[ids]
@@ -116,9 +125,11 @@ def vocab_moments(
         gram: ``net.mlp[layer].gram("out")`` when it is at hand.
     """
     b = _layer(net, layer)
+    check_count("block", block, 1)
     if gram is None:
         gram = b.gram("out")
     check_tensor("gram", gram, (b.d_out, b.d_out), b.w_l)
+    check_symmetric("gram", gram)
     directions = _directions(net, center)
     norms = torch.cat([form_norms(rows, gram) for rows in directions.split(block)])
     return VocabMoments(directions @ b.traces(), norms.to(b.dtype))
@@ -136,6 +147,7 @@ def vocab_bounds(net: VocabNet, layer: int, *, center: bool = False, gram: Tenso
 
 
 def _layer(net: VocabNet, layer: int) -> BilinearTensor:
+    check_view(net, "mlp", "unembed", "tokens")
     check_count("layer", layer, 0, len(net.mlp) - 1)
     b = net.mlp[layer]
     check_real(f"layer {layer}", b.w_l)
