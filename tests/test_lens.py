@@ -205,6 +205,30 @@ def test_unknown_names_are_errors_with_close_matches(hooked, call):
         call(hooked, "blocks.1.attn.hook_patern")
     with pytest.raises(ValueError, match=r"no point 'blocks\.1\.attn'"):
         call(hooked, "blocks.1.attn")
+    with pytest.raises(ValueError, match=r"no point 'pattern'; close: blocks\.0\.attn\.hook_pattern, blocks\.1"):
+        call(hooked, "pattern")
+    assert not hooked.list_hooks()
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda h: h.run_with_hooks(TOKENS, fwd_hooks=("hook_embed", print)),
+            r"list of pairs .*, got 'hook_embed' in it",
+        ),
+        (lambda h: h.run_with_hooks(TOKENS, fwd_hooks=[("hook_embed", 3)]), r"got \('hook_embed', 3\) in it"),
+        (lambda h: h.run_with_cache(TOKENS, names_filter=5), "a name, several, a predicate or None for all, got 5"),
+        (lambda h: h.run_with_hooks(TOKENS, fwd_hooks=[(3, print)]), "a name, several, a predicate .*, got 3"),
+        (lambda h: h([[1, 2]]), "ids in a tensor, a text or a list of texts, got list"),
+        (lambda h: h(TOKENS.numpy()), "ids in a tensor, a text or a list of texts, got ndarray"),
+        (lambda h: h.run_with_cache([1, "a"]), "ids in a tensor, a text or a list of texts, got list"),
+    ],
+)
+def test_mistaken_calls_are_named(hooked, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(hooked)
     assert not hooked.list_hooks()
 
 
@@ -389,6 +413,8 @@ def test_backward_hooks_that_could_never_fire_are_refused(hooked):
         hooked.run_with_hooks(TOKENS, bwd_hooks=[("hook_embed", lambda value, hook: None)])
     with pytest.raises(ValueError, match='pass return_type="loss"'):
         hooked.run_with_cache(TOKENS, incl_bwd=True)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"leave torch\.no_grad"):
+        hooked.run_with_cache(TOKENS, return_type="loss", incl_bwd=True)
 
 
 # Ids and text

@@ -250,6 +250,16 @@ def test_weights_in_their_names_compute_the_forward(mlp):
     assert torch.equal(hooked.W_E[TOKENS], cache["hook_embed_raw"])
 
 
+def test_weights_that_a_model_lacks_are_no_attributes():
+    hooked = lens.hook(build(tiny(mlp="relu2", attention="softmax")))
+    assert hooked.W_in.shape == (3, 30, 7)
+    for name in ("W_gate", "W_Q2", "QK2"):
+        assert not hasattr(hooked, name)
+    with pytest.raises(AttributeError, match="this model has no W_gate: it is no part of every block's mlp"):
+        _ = hooked.W_gate
+    assert not hasattr(lens.hook(build(tiny(attention="none"))), "W_Q")
+
+
 # transformer-lens's own tools
 
 

@@ -6,7 +6,7 @@ analyses assume and these models do otherwise (x0 mixing, value residual, softca
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -117,11 +117,13 @@ class HookedModel(ModelWeights, HookedRootModule):
         """Hooks that are removed when the context ends, whatever happened inside; nobody else's are touched.
 
         Raises:
-            ValueError: A name is no point (close matches are named), or a part was compiled meanwhile.
+            ValueError: Not pairs, a name is no point (close matches are named), or a part was compiled meanwhile.
         """
         refuse_compiled(self)
-        for name, _ in (*fwd_hooks, *bwd_hooks):
-            self.names(name)
+        for pair in (*fwd_hooks, *bwd_hooks):
+            if not isinstance(pair, tuple | list) or len(pair) != 2 or not callable(pair[1]):
+                raise ValueError(f"hooks must be a list of pairs (name, function), got {pair!r} in it")
+            self.names(pair[0])
         with super().hooks(list(fwd_hooks), list(bwd_hooks), reset_hooks_end, clear_contexts):
             yield self
 
@@ -182,6 +184,8 @@ class HookedModel(ModelWeights, HookedRootModule):
         tokens = self._tokens(input)
         if remove_batch_dim and tokens.shape[0] != 1:
             raise ValueError(f"remove_batch_dim=True needs a batch of 1, got {tokens.shape[0]}")
+        if incl_bwd and not torch.is_grad_enabled():
+            raise ValueError("incl_bwd=True needs gradients, which are switched off here: leave torch.no_grad()")
         if incl_bwd and "loss" not in (*model_args, model_kwargs.get("return_type")):
             raise ValueError('incl_bwd=True needs a scalar to differentiate: pass return_type="loss"')
         names = self.names(names_filter)
@@ -237,6 +241,8 @@ class HookedModel(ModelWeights, HookedRootModule):
             if not chosen:
                 raise ValueError(f"the filter must select a point; none of {len(self.hook_dict)} names passed it")
             return chosen
+        if not isinstance(names_filter, Iterable):
+            raise ValueError(f"names must be a name, several, a predicate or None for all, got {names_filter!r}")
         wanted = [names_filter] if isinstance(names_filter, str) else list(names_filter)
         for name in wanted:
             if name not in self.hook_dict:
@@ -396,6 +402,9 @@ class HookedModel(ModelWeights, HookedRootModule):
     # Checks
 
     def _tokens(self, input: Tensor | str | list[str]) -> Int[Tensor, "batch seq"]:
+        texts = [input] if isinstance(input, str) else input
+        if not isinstance(input, Tensor) and not (isinstance(texts, list) and all(isinstance(t, str) for t in texts)):
+            raise ValueError(f"input must be ids in a tensor, a text or a list of texts, got {type(input).__name__}")
         tokens = input if isinstance(input, Tensor) else self.to_tokens(input)
         tokens = tokens[None] if tokens.ndim == 1 else tokens
         self._view.check_tokens(tokens, limit=self.config.d_vocab_used)
@@ -471,4 +480,5 @@ class _Point(HookPoint):
 
 
 def _close(name: Any, known: Any) -> str:
-    return ", ".join(difflib.get_close_matches(str(name), known, n=3) or list(known)[:3])
+    found = difflib.get_close_matches(str(name), known, n=3) or [full for full in known if str(name) in full]
+    return ", ".join((found or list(known))[:3])

@@ -93,7 +93,10 @@ class ModelWeights:
         part = {**dict.fromkeys(_ATTENTION_WEIGHTS, "attn"), **dict.fromkeys(_MLP_WEIGHTS, "mlp")}.get(name)
         if part is None:
             return super().__getattr__(name)  # type: ignore[misc]
-        return torch.stack([getattr(getattr(block, part), name) for block in self.blocks])
+        weights = [getattr(getattr(block, part), name, None) for block in self.blocks]
+        if any(w is None for w in weights):
+            raise AttributeError(f"this model has no {name}: it is no part of every block's {part}")
+        return torch.stack(weights)
 
     def own_share(self) -> Shaped[Tensor, " n_layer"]:
         """``1 - lamb`` of each block: how much of its values is its own; 1 in block 0, whose first value is its own."""
