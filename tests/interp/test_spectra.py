@@ -5,7 +5,7 @@ import torch
 
 from tests.interp.builders import SHAPES, dense, gauged, make_layer, noise
 from tnlm.interp import BilinearTensor, effective_rank, eig
-from tnlm.interp.spectra import lanczos
+from tnlm.interp.spectra import _orthogonalise, krylov, lanczos
 
 assert_close = torch.testing.assert_close
 
@@ -107,13 +107,63 @@ def test_lanczos_results_do_not_depend_on_companions():
     assert_close(together.vectors[3:4], alone.vectors, rtol=1e-7, atol=1e-9)
 
 
-def test_zero_form():
-    b = make_layer(2, 5, 3) * 0
+def test_residuals_are_those_of_the_pairs_that_are_returned():
+    b, u = make_layer(1, 61, 67, bias=False), torch.ones(1, 1, dtype=torch.float64)
+    estimated = krylov(b, u, b.gram("out"), 4, tol=None, max_steps=9)
+    recomputed = eig(b, u, 4, method="krylov", max_steps=9)
+    assert torch.equal(estimated.values, recomputed.values)
+    assert_close(estimated.residuals, recomputed.residuals, rtol=1e-9, atol=1e-11)
+    # rounding shows: no residual of float32 pairs is zero, nor is an estimate below the true one
+    small, u = b.to(torch.float32), u.float()
+    assert float(eig(small, u).residuals.min()) > 0
+    exhausted = krylov(small, u, small.gram("out"), 4, tol=1e-9, max_steps=61)
+    assert bool((exhausted.residuals >= eig(small, u, 4, method="krylov", tol=1e-9).residuals).all())
+
+
+def test_the_bound_on_what_is_not_listed_is_that_of_kahan():
+    b, _ = planted([5.0, -1.0], 31)
+    b = b + make_layer(1, 31, 37, bias=False, seed=3) * 2e-3
+    u, few = torch.ones(1, 1, dtype=torch.float64), {"which": "min", "method": "krylov", "tol": 10.0, "max_steps": 3}
+    every = eig(b, u, 3, **few)  # all three Ritz pairs, settled at this tolerance
+    gap = every.residuals.square().sum().sqrt()
+    found = (every.values.abs() - gap).clamp_min(0).square().sum()
+    assert float(gap) > 1e-3
+    assert_close(every.unfound[0], (b.norm() ** 2 - found).sqrt())
+    assert_close(eig(b, u, 1, **few).unfound[0], every.values[0, 1:].abs().max() + gap)
+    # nothing below what float32 can tell apart
+    form, _ = planted([1.0, 1e-5], 31)
+    assert float(eig(form.to(torch.float32), u.float(), 1, method="krylov").unfound) >= 4 * 2**-11.5
+
+
+def test_orthogonalised_vectors_are_orthogonal_to_working_precision():
+    known = torch.linalg.qr(noise(11, 6))[0].mT[None]
+    w = noise(1, 6, seed=1) @ known[0] + 1e-9 * noise(1, 11, seed=2)
+    w = _orthogonalise(w, known)
+    assert float((known[0] @ w[0]).abs().max()) < 1e-14 * float(w.norm())
+
+
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+def test_an_exhausted_krylov_space_goes_on(scale):
+    # a multiple of the identity: every vector spans a space of its own
+    b = BilinearTensor(torch.eye(13).double(), torch.eye(13).double(), torch.full((1, 13), scale).double())
     for method in ("full", "krylov"):
-        pairs = eig(b, noise(4, 2), 2, method=method)
-        assert not pairs.values.any()
-        assert not pairs.unfound.any()
-    assert float(effective_rank(b, noise(2), "entropy")) == 0
+        pairs = eig(b, torch.ones(2, 1, dtype=torch.float64), 5, method=method)
+        assert_close(pairs.values, torch.full((2, 5), scale).double())
+        assert_close(pairs.vectors.mT @ pairs.vectors, torch.eye(5).double().expand(2, -1, -1))
+        assert float(pairs.residuals.max()) < 1e-14
+    assert not eig(b * 0, torch.ones(2, 1).double(), 5, method="krylov").unfound.any()
+    assert float(effective_rank(b * 0, torch.ones(1).double(), "entropy")) == 0
+
+
+def test_seeds_tolerance_and_the_method_chosen():
+    b, u = make_layer(5, 61, 67, bias=False), noise(5, 5, seed=1)
+    capped = [eig(b, u, 2, method="krylov", max_steps=9, seed=seed).values for seed in (0, 0, 1)]
+    assert torch.equal(capped[0], capped[1])
+    assert not torch.equal(capped[0], capped[2])
+    pairs = eig(b, u, 2, method="krylov")
+    assert float((pairs.residuals / pairs.values[:, :1].abs()).max()) <= 1e-10
+    for one, other in zip(eig(b, u, 2), eig(b, u, 2, method="full"), strict=True):
+        assert torch.equal(one, other)  # narrow: dense
 
 
 def test_effective_ranks():

@@ -67,6 +67,8 @@ def test_centring_is_over_the_vocabulary_and_leaves_padding_out():
         vocab_eigs(net, 0, k=2, center=True, progress=False).values,
         vocab_eigs(shifted, 0, k=2, progress=False).values,
     )
+    for one, other in zip(vocab_bounds(net, 0, center=True), vocab_bounds(shifted, 0), strict=True):
+        assert_close(one, other)
     # a shift common to all tokens is what softmax cannot see
     moved = SimpleNamespace(mlp=net.mlp, unembed=net.unembed + noise(30, seed=4), tokens=net.tokens)
     assert_close(vocab_moments(moved, 0, center=True).frobenius, vocab_moments(net, 0, center=True).frobenius)
@@ -100,6 +102,40 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     net.mlp[0].w_d[0, 0] += 1
     with pytest.raises(ValueError, match="other weights"):
         vocab_eigs(net, 0, k=2, block=4, folder=tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("d", [30, 523])
+def test_every_option_reaches_the_computation(d):
+    net = make_net(d=d, d_hidden=7, d_vocab=5, used=4)
+    values = torch.linalg.eigvalsh(net.mlp[1].interaction(net.unembed[:4]))
+    options = {"k": 2, "progress": False}
+    assert_close(vocab_eigs(net, 1, which="max", **options).values, values.flip(1)[:, :2])
+    assert_close(vocab_eigs(net, 1, which="min", **options).values, values[:, :2])
+    if d > 512:
+        best, loose, capped, other = (
+            vocab_eigs(net, 1, **options, **change) for change in ({}, {"tol": 0.5}, {"max_steps": 3}, {"seed": 1})
+        )
+        assert float(loose.residuals.max()) > 10 * float(best.residuals.max())
+        assert float(capped.residuals.max()) > 10 * float(best.residuals.max())
+        assert not torch.equal(other.vectors, best.vectors)
+
+
+def test_a_block_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    import safetensors.torch
+
+    net, real = make_net(), safetensors.torch.save_file
+
+    def cut_short(tensors, path, **kwargs):
+        real(tensors, path, **kwargs)
+        path.write_bytes(path.read_bytes()[:100])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            vocab_eigs(net, 0, k=2, folder=tmp_path, progress=False)
+    resumed = vocab_eigs(net, 0, k=2, folder=tmp_path, progress=False)
+    assert torch.equal(resumed.values, vocab_eigs(net, 0, k=2, progress=False).values)
 
 
 def test_progress_goes_to_stderr(capsys):
