@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -197,6 +198,21 @@ def test_refused_before_the_first_step(changes, message, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=message):
         train(config, progress=False)
     assert not (config.folder / "checkpoints").exists()
+
+
+@pytest.mark.user_error
+def test_a_truncated_shard_is_refused_or_read_to_its_end(tmp_path):
+    config = small_config(tmp_path, steps=1)
+    shard = tmp_path / "data" / "tiny_train_000002.bin"
+    shard.write_bytes(shard.read_bytes()[:-51])
+    with pytest.raises(
+        ValueError, match=r"tiny_train_000002.bin.* pass --allow-truncated to use (\d+) tokens"
+    ) as error:
+        train(config, progress=False)
+    held = int(re.search(r"use (\d+) tokens", str(error.value))[1])
+    trainer = Trainer(config.replace(allow_truncated=True), progress=False)
+    assert trainer.inputs.loader.stream.sizes[1] == held
+    assert math.isfinite(trainer.train_step()["loss"])
 
 
 @pytest.mark.user_error

@@ -41,7 +41,7 @@ def open_inputs(config: TrainConfig, world: World) -> Inputs:
             f"the model must have the vocabulary of the data, got d_vocab={config.model.d_vocab_used} and "
             f"{d_vocab} ids in {train[0].parent}; pass --model.d-vocab {d_vocab}"
         )
-    stream, held_out = TokenStream(train), TokenStream(validation)
+    stream, held_out = (TokenStream(paths, allow_truncated=config.allow_truncated) for paths in (train, validation))
     order: Order = "shuffle" if config.shuffle else "fork" if config.recipe == "replication-exact" else "stream"
     loader = Loader(
         stream,

@@ -53,6 +53,8 @@ class TrainConfig:
     """A seeded permutation of the windows of each epoch, instead of the published order."""
     bos_align: bool = False
     """Start every window at a document."""
+    allow_truncated: bool = False
+    """Read what a shard shorter than its header says does hold, instead of refusing it."""
 
     steps: int
     """Optimiser steps, that is updates."""

@@ -46,13 +46,13 @@ def cpu_threads(config: TrainConfig, world: World) -> int:
 
 
 def claim_folder(config: TrainConfig) -> None:
-    """Make the run folder and write ``config.json``; an existing one must hold the same run.
+    """Make the run folder and write ``config.json``; a run that has begun there must be the same.
 
     Raises:
         ValueError: It holds another run; lists the fields that differ.
     """
     path = config.folder / "config.json"
-    if path.exists():
+    if path.exists() and (config.folder / "metrics.jsonl").exists():
         old, new = load_config(path).to_dict(), config.to_dict()
         changed = [f"{k}: {old[k]} -> {new[k]}" for k in new if k not in OPERATIONAL | {"model"} and old[k] != new[k]]
         models = old["model"], new["model"]
