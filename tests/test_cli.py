@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from hashlib import sha256
 from pathlib import Path
 
@@ -398,6 +399,50 @@ def test_output_that_cannot_be_written_is_one_message(saved, flag):
     done = in_bash(f"tnlm info {saved} {flag} > /dev/full")
     assert done.returncode == 2
     assert done.stderr == "tnlm: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "argv, patched, said",
+    [
+        (["verify", "SAVED"], "tnlm.verify.verify", "verifying SAVED ...\n"),
+        (["verify", "--released"], "tnlm.verify.verify_released", "verifying released models ...\n"),
+        (["generate", "SAVED", "x"], "tnlm.sampling.generate", "generating up to 63 tokens ...\n"),
+        (["explain", "SAVED", "x"], "tnlm.interp.explain", "explaining ...\n"),
+        (["convert", "SAVED", "OUT"], "tnlm.checkpoint.save", "writing OUT ...\n"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_takes_long_says_what_it_does(saved, tmp_path, capsys, monkeypatch, argv, patched, said):
+    """The step that takes long is made to take longer than the delay, then fails."""
+
+    def slow(*_, **__):
+        time.sleep(0.3)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(patched, slow)
+    monkeypatch.setattr("tnlm.progress.DELAY", 0.1)
+    names = {"SAVED": str(saved), "OUT": str(tmp_path / "out")}
+    for name, path in names.items():
+        argv, said = [path if word == name else word for word in argv], said.replace(name, path)
+    main(argv)
+    err = [line for line in capsys.readouterr().err.splitlines(keepends=True) if not line.startswith("loading")]
+    assert err == [said, "tnlm: enough\n"]
+
+
+def test_ctrl_c_in_the_terminal_is_one_line(saved):
+    """The signal itself, in a process of its own, while a command is at work."""
+    code = (
+        "import os, signal, sys, tnlm.cli, tnlm.sampling\n"
+        "step = tnlm.sampling._draw\n"
+        "def draw(*args):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return step(*args)\n"
+        "tnlm.sampling._draw = draw\n"
+        "sys.exit(tnlm.cli.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "generate", str(saved), "It is", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "tnlm: interrupted\n")
 
 
 def test_ctrl_c_is_clean(saved, capsys, monkeypatch):

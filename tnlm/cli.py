@@ -115,6 +115,7 @@ class Verify(Command):
 
     def execute(self) -> dict[str, Any]:
         from tnlm import verify as verification
+        from tnlm.progress import announce
         from tnlm.resolve import locate
 
         options: dict[str, Any] = {"text": self.text, "protocol": self.protocol, "device": self.device}
@@ -122,14 +123,16 @@ class Verify(Command):
             if self.revision is not None or self.attention is not None:
                 raise ValueError("--released checks what is recorded: leave out --revision and --attention")
             names = None if self.model is None else [_registered(self.model)]
-            record = verification.verify_released(self.out, names=names, **options)
+            with announce("verifying released models"):
+                record = verification.verify_released(self.out, names=names, **options)
             rows = [(name, facts["state"], facts["repo"]) for name, facts in record["models"].items()]
             self.show(str(self.out), rows, ("model", "state", "repository"))
             return {"passed": all(state != "failed" for _, state, _ in rows), "file": str(self.out), **record}
         if self.model is None:
             raise ValueError("which model? Name one, or pass --released for all released ones")
         locate(self.model, revision=self.revision)
-        checks = verification.verify(self.model, revision=self.revision, attention=self.attention, **options)
+        with announce(f"verifying {self.model}"):
+            checks = verification.verify(self.model, revision=self.revision, attention=self.attention, **options)
         self.show(self.model, [(c.name, c.status, c.detail) for c in checks], ("check", "outcome", "figures or reason"))
         outcomes = {check.status for check in checks}
         passed = "passed" in outcomes and "failed" not in outcomes
@@ -267,10 +270,12 @@ class Convert(ModelCommand):
 
     def execute(self) -> dict[str, Any]:
         from tnlm.checkpoint import save
+        from tnlm.progress import announce
 
         model = load_model(self.model, revision=self.revision, attention=self.attention, dtype=self.dtype)
         source = source_of(model)
-        save(model, self.folder)
+        with announce(f"writing {self.folder}"):
+            save(model, self.folder)
         tokenizer = saved_tokenizer(model)
         if tokenizer is not None:
             tokenizer.save(self.folder)

@@ -93,8 +93,9 @@ class ModelWeights:
         part = {**dict.fromkeys(_ATTENTION_WEIGHTS, "attn"), **dict.fromkeys(_MLP_WEIGHTS, "mlp")}.get(name)
         if part is None:
             return super().__getattr__(name)  # type: ignore[misc]
-        weights = [getattr(getattr(block, part), name, None) for block in self.blocks]
-        if any(w is None for w in weights):
+        found = [getattr(getattr(block, part), name, None) for block in self.blocks]
+        weights = [w for w in found if w is not None]
+        if len(weights) < len(found):
             raise AttributeError(f"this model has no {name}: it is no part of every block's {part}")
         return torch.stack(weights)
 

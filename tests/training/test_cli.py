@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,34 @@ def test_ctrl_c_before_and_beside_training_is_one_line(command, tmp_path, capsys
     monkeypatch.setattr("tnlm.training.toy.write_cycles", interrupt)
     assert main(command) == 130
     assert capsys.readouterr() == ("", "tnlm-train: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "command, patched, said",
+    [
+        (["run"], "tnlm.training.loop.Trainer", "opening data, building the model ..."),
+        (["export", "some", "--out", "x"], "tnlm.training.export.export", "exporting some ..."),
+        (["data", "toy", "cycles", "--out", "x"], "tnlm.training.toy.write_cycles", "writing x ..."),
+        (
+            ["data", "tokenize", "a.txt", "--out", "x", "--tokenizer", "bpe300"],
+            "tnlm.tokenizer.train_bpe",
+            "training a vo",
+        ),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_what_takes_long_says_what_it_does(command, patched, said, tmp_path, capsys, monkeypatch):
+    def slow(*_, **__):
+        time.sleep(0.3)
+        raise ValueError("enough")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tnlm.progress.DELAY", 0.1)
+    monkeypatch.setattr(patched, slow)
+    assert main(command) == 2
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(said)
+    assert last == "tnlm-train: enough"
 
 
 def test_a_reader_that_leaves_is_no_error():

@@ -11,6 +11,7 @@ import tyro
 
 from tnlm.command import Command, without_none
 from tnlm.config import AttentionKind, MLPKind
+from tnlm.progress import announce
 from tnlm.training.presets import Precision, Recipe, Tracker, TrainConfig, preset, read_json
 
 Off = tyro.conf.FlagCreatePairsOff[bool]
@@ -57,6 +58,8 @@ class Run(Command):
     """corpus, fineweb10B, or a folder or glob of .bin shards."""
     val_data: str | None = None
     tokenizer: str | None = None
+    allow_truncated: bool | None = None
+    """Read what a truncated shard still holds, instead of refusing it."""
     steps: int | None = None
     batch: int | None = None
     """Sequences per step over all ranks."""
@@ -181,7 +184,8 @@ class Compare(Command):
             base, variant = (load_curves(self.curves, specs) for specs in (self.base, self.variant))
         else:
             base, variant = ([load_run(f, metric=self.metric) for f in part] for part in (self.base, self.variant))
-        result = compare_arms(base, variant, options)
+        with announce("comparing"):
+            result = compare_arms(base, variant, options)
         self.say(compare_report.to_text(result), on_stderr=True)
         file = None
         if self.out is not None:
@@ -190,7 +194,8 @@ class Compare(Command):
             file = str(compare_report.write(result, self.out))
             plot.write_comparison_page(result, self.out / "compare.html")
             if self.png:
-                plot.write_png(plot.comparison(result), self.out / "compare.png")
+                with announce("drawing compare.png"):
+                    plot.write_png(plot.comparison(result), self.out / "compare.png")
         return {"command": "compare", **compare_report.to_record(result), "file": file}
 
 
@@ -210,7 +215,8 @@ class Export(Command):
     def execute(self) -> dict[str, Any]:
         from tnlm.training.export import export
 
-        return {"command": "export", **export(self.run, self.out, step=self.step)}
+        with announce(f"exporting {self.run}"):
+            return {"command": "export", **export(self.run, self.out, step=self.step)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +274,8 @@ class DataTokenize(Command):
             documents = (
                 text for s in self.sources for text in read_documents(s, field=self.field, separator=self.separator)
             )
-            tokenizer = tokenizers.train_bpe(documents, int(size))
+            with announce(f"training a vocabulary of {size}"):
+                tokenizer = tokenizers.train_bpe(documents, int(size))
         else:
             tokenizer = tokenizers.get(self.tokenizer)
         facts = tokenize_files(
@@ -330,15 +337,16 @@ class DataToy(Command):
     def execute(self) -> dict[str, Any]:
         from tnlm.training.toy import write_cycles
 
-        facts = write_cycles(
-            self.out,
-            seq=self.seq,
-            d_vocab=self.d_vocab,
-            period=self.period,
-            train_sequences=self.train_sequences,
-            val_sequences=self.val_sequences,
-            seed=self.seed,
-        )
+        with announce(f"writing {self.out}"):
+            facts = write_cycles(
+                self.out,
+                seq=self.seq,
+                d_vocab=self.d_vocab,
+                period=self.period,
+                train_sequences=self.train_sequences,
+                val_sequences=self.val_sequences,
+                seed=self.seed,
+            )
         return {"command": "data toy", "out": str(self.out), **facts}
 
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tnlm
 from tnlm.evaluate import position_buckets, token_losses
+from tnlm.progress import announce
 from tnlm.training import checkpointing, metrics
 from tnlm.training.data import accumulation_steps, inputs_and_targets
 from tnlm.training.distributed import World, on_main, process_group, sum_over_ranks
@@ -62,7 +63,9 @@ def train(config: TrainConfig, *, initial: Mapping[str, Tensor] | None = None, p
     if device.type == "cpu":
         torch.set_num_threads(cpu_threads(config, world))
     with process_group(world, device):
-        trainer = Trainer(config, world=world, device=device, initial=initial, progress=progress)
+        shown = progress and world.main
+        with announce("opening data, building the model") if shown else contextlib.nullcontext():
+            trainer = Trainer(config, world=world, device=device, initial=initial, progress=progress)
         with trainer.signals():
             return trainer.run()
 
