@@ -31,6 +31,12 @@ def operands(
     return [torch.randn(batch, seq, n_head, d, dtype=draw).to(dtype).requires_grad_() for seq, d in shapes]
 
 
+def random_grad(tensors: list[Tensor]) -> Tensor:
+    """Noise for the gradient that comes in, in the shape of the output."""
+    q, v = tensors[0], tensors[-1]
+    return torch.randn(*q.shape[:3], v.shape[3], device=v.device).to(v.dtype)
+
+
 def outputs_and_gradients(
     kind: str, tensors: list[Tensor], grad: Tensor | None = None, **options: object
 ) -> list[Tensor]:
@@ -54,17 +60,12 @@ def loops(kind: str, tensors: list[Tensor], *, causal: bool, scale: float) -> Te
     return out
 
 
-def assert_contract(
-    kind: str, tensors: list[Tensor], implementations: Sequence[str], grad: Tensor | None = None
-) -> None:
+def assert_contract(kind: str, tensors: list[Tensor], grad: Tensor, implementations: Sequence[str]) -> None:
     """Errors against float64 within the limit of the dtype, and within twice those of eager above half of it.
 
     An error is a norm relative to that of the same sum over absolute values: relative to the value itself, a sum
     that happens to cancel would fail at any precision.
     """
-    q, v = tensors[0], tensors[-1]
-    if grad is None:
-        grad = torch.randn(*q.shape[:3], v.shape[3], dtype=torch.float64).to(v.dtype)
     wide = [x.detach().double() for x in tensors]
     want = outputs_and_gradients(kind, wide, grad.double(), implementation="eager")
     size = outputs_and_gradients(kind, [x.abs() for x in wide], grad.double().abs(), implementation="eager")
@@ -73,9 +74,9 @@ def assert_contract(
         got = outputs_and_gradients(kind, tensors, grad, implementation=implementation)
         return [((a.double() - b).norm() / c.norm()).item() for a, b, c in zip(got, want, size, strict=True)]
 
-    limit, eager = LIMITS[v.dtype], errors("eager")
+    limit, eager = LIMITS[grad.dtype], errors("eager")
     for implementation in implementations:
-        for error, reference in zip(errors(implementation), eager, strict=True):
+        for error, reference in zip(eager if implementation == "eager" else errors(implementation), eager, strict=True):
             assert error <= limit, implementation
             assert error <= max(2 * reference, limit / 2), implementation
 
@@ -83,9 +84,18 @@ def assert_contract(
 def in_nan_buffer(x: Tensor, rows: int = 3) -> Tensor:
     """The same numbers as a view whose neighbours in memory, on every side, are NaN."""
     batch, seq, n_head, d = x.shape
-    buffer = torch.full((batch + 2, seq + 2 * rows, n_head + 2, d + 32), torch.nan, dtype=x.dtype)
+    shape = (batch + 2, seq + 2 * rows, n_head + 2, d + 32)
+    buffer = torch.full(shape, torch.nan, dtype=x.dtype, device=x.device)
     view = buffer[1:-1, rows:-rows, 1:-1, 16:-16]
     view.copy_(x.detach())
+    return view
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """The same numbers, packed, at an address that is no multiple of 16 bytes."""
+    buffer = torch.full((x.numel() + 1,), torch.nan, dtype=x.dtype, device=x.device)
+    view = buffer[1:].view_as(x).copy_(x.detach())
+    assert view.data_ptr() % 16
     return view
 
 

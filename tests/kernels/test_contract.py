@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.kernels.attention_cases import (
     FUNCTIONS,
@@ -11,6 +13,7 @@ from tests.kernels.attention_cases import (
     in_nan_buffer,
     operands,
     outputs_and_gradients,
+    random_grad,
 )
 from tnlm.kernels import chunked
 
@@ -21,10 +24,12 @@ EACH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 @BOTH
 @pytest.mark.parametrize("seq", LENGTHS)
+@pytest.mark.parametrize("d_qk, d_v", [(8, 24), (16, 16)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_error_contract(kind, seq, dtype, nan_memory):
-    tensors = operands(kind, seq_q=seq, n_head=8, d_qk=8, d_v=24, dtype=dtype)
-    assert_contract(kind, [in_nan_buffer(x) for x in tensors], IMPLEMENTATIONS)
+def test_error_contract(kind, seq, dtype, d_qk, d_v, nan_memory):
+    tensors = operands(kind, seq_q=seq, n_head=8, d_qk=d_qk, d_v=d_v, dtype=dtype)
+    guarded = [in_nan_buffer(x) for x in (*tensors, random_grad(tensors))]
+    assert_contract(kind, guarded[:-1], guarded[-1], IMPLEMENTATIONS)
 
 
 @BOTH
@@ -40,6 +45,28 @@ def test_float64_equals_eager(kind, implementation, causal, seq_q, seq_k, nan_me
     got = outputs_and_gradients(kind, tensors, grad, implementation=implementation, **options)
     want = outputs_and_gradients(kind, tensors, grad, implementation="eager", **options)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operator makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)), 0)
+        return out
+
+
+@BOTH
+def test_chunked_forms_no_square_of_the_length(kind):
+    seq = 16 * chunked.CHUNK
+    tensors = [x.detach() for x in operands(kind, seq_q=seq, batch=1, n_head=1, dtype=torch.float32)]
+    forward, backward = (getattr(chunked, f"{kind}_{way}") for way in ("forward", "backward"))
+    with Largest() as largest:
+        grad = forward(*tensors, True, 1.0)
+        backward(grad, *tensors, True, 1.0)
+    assert largest.numel == chunked.CHUNK * seq
 
 
 def test_chunked_in_several_groups_of_heads(monkeypatch):
@@ -102,6 +129,20 @@ def test_causality_is_bit_exact(kind, implementation, at):
     after = FUNCTIONS[kind](*tensors, implementation=implementation)
     assert torch.equal(before[:, :at], after[:, :at])
     assert not torch.equal(before[:, at], after[:, at])
+
+
+@BOTH
+@EACH
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("at", [1, 64, 130])
+def test_a_key_that_is_not_finite_reaches_only_those_who_see_it(kind, implementation, bad, at):
+    tensors = [x.detach() for x in operands(kind, seq_q=131, dtype=torch.float32)]
+    before = FUNCTIONS[kind](*tensors, implementation=implementation)
+    for k in tensors[1:-1:2]:
+        k[:, at] = bad
+    after = FUNCTIONS[kind](*tensors, implementation=implementation)
+    assert torch.equal(before[:, :at], after[:, :at])
+    assert not after[:, at:].isfinite().any()
 
 
 @BOTH

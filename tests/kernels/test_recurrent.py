@@ -1,5 +1,8 @@
 """The decoding state: any split of a sequence gives the whole, and a saved past continues."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -52,6 +55,60 @@ def test_a_saved_state_continues_bit_equal(kind, at, tmp_path):
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert torch.equal(resumed.attend(*after), want)
     assert resumed.seq == at + 131
+
+
+@BOTH
+def test_a_copied_state_is_independent_and_continues_bit_equal(kind):
+    tensors = [x.detach() for x in operands(kind, seq_q=300, dtype=torch.float32)]
+    before, after = pieces(tensors, [200, 100])
+    state = State(kind, **SIZES)
+    state.attend(*before)
+    copies = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
+    want = state.attend(*after)
+    for other in copies:
+        assert other.seq == 200
+        assert torch.equal(other.attend(*after), want)
+
+
+@BOTH
+def test_a_float32_state_continues_in_float64(kind):
+    tensors = [x.detach().float().double() for x in operands(kind, seq_q=300)]
+    before, after = pieces(tensors, [200, 100])
+    narrow, wide = State(kind, **SIZES), State(kind, **SIZES, dtype=torch.float64)
+    narrow.update(*(x.float() for x in (*before[1:-1:2], before[-1])))
+    wide.load_state_dict(narrow.state_dict())
+    out = wide.attend(*after)
+    assert out.dtype == torch.float64
+    want = FUNCTIONS[kind](*tensors, implementation="eager")[:, 200:]
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+@BOTH
+@pytest.mark.user_error
+def test_what_is_refused_leaves_the_state_as_it_was(kind):
+    tensors = [x.detach() for x in operands(kind, seq_q=131, dtype=torch.float32)]
+    before, after = pieces(tensors, [3, 128])
+    state, untouched = State(kind, **SIZES), State(kind, **SIZES)
+    state.attend(*before)
+    untouched.attend(*before)
+    changes = {
+        "d=4": lambda i, x: x[..., :3] if i == 0 else x,
+        "d=10": lambda i, x: x[..., :3] if i == len(after) - 1 else x,
+        "new=128": lambda i, x: x[:, :5] if i == 1 else x,
+        r"fit a state of torch.float32, got torch.float64; make the state with dtype=torch.float64": (
+            lambda i, x: x.double()
+        ),
+        "fit a state of torch.float32, got torch.complex64": lambda i, x: x.to(torch.complex64) if i == 1 else x,
+        "on the device of this state, cpu, got meta": lambda i, x: x.to("meta") if i == len(after) - 1 else x,
+    }
+    for message, change in changes.items():
+        with pytest.raises(ValueError, match=message):
+            state.attend(*(change(i, x) for i, x in enumerate(after)))
+    wide = State(kind, **SIZES, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"total must fit a state of torch.float32, got torch.float64"):
+        state.load_state_dict(wide.state_dict())
+    assert torch.equal(state.attend(*after), untouched.attend(*after))
+    assert state.seq == 131
 
 
 @BOTH

@@ -28,7 +28,7 @@ Kind = Literal["bilinear", "squared"]
 class State:
     """The past of one attention layer in constant memory, for decoding and for many continuations of one prefix.
 
-    The last up to `CHUNK` tokens are kept as keys and values, older ones folded into ``total``, float32 or wider.
+    The last tokens, fewer than `CHUNK`, are kept as keys and values, older ones folded into ``total``.
     No tensor is ever changed in place: `fork` is free, and autograd may pass through every method.
 
         state = State("bilinear", batch=1, n_head=9, d_qk=64, d_v=128)
@@ -37,7 +37,7 @@ class State:
     Args:
         kind: "bilinear" (queries q1, q2 and keys k1, k2) or "squared" (q and k).
         scale: As in `bilinear_attention`.
-        dtype: Of the state: float32 serves every half type too, float64 or complex for such inputs.
+        dtype: Of the state: float32 serves every half type too; float64 and complex inputs need their own.
 
     Cost: ``batch * n_head * features * d_v`` numbers, features being ``d_qk**2`` or ``d_qk (d_qk + 1) / 2``.
     """
@@ -80,6 +80,7 @@ class State:
         """
         *factors, v = operands
         self._check_count(len(factors), 2)
+        self._check(factors, v)
         out = []
         for rows in (slice(i, i + CHUNK) for i in range(0, max(v.shape[1], 1), CHUNK)):
             self._append([k[:, rows] for k in factors[1::2]], v[:, rows])
@@ -91,6 +92,7 @@ class State:
         """Append tokens without asking anything: ``k1, k2, v``, or ``k, v`` for squared."""
         *keys, v = operands
         self._check_count(len(keys), 1)
+        self._check(keys, v)
         for rows in (slice(i, i + CHUNK) for i in range(0, max(v.shape[1], 1), CHUNK)):
             self._append([k[:, rows] for k in keys], v[:, rows])
             self._fold_when_full()
@@ -98,6 +100,7 @@ class State:
     def query(self, *queries: Tensor) -> Inexact[Tensor, "batch seq_q n_head d_v"]:
         """Answer ``q1, q2`` (or ``q``) over everything seen so far, appending nothing; in their dtype."""
         self._check_count(len(queries), 1)
+        self._check(list(queries))
         return narrow(self._answer(list(queries), causal=False), queries[0].dtype)
 
     def fork(self) -> "State":
@@ -112,7 +115,7 @@ class State:
         return {"total": self._total, "v": self._v, "seq": torch.tensor(self.seq)} | keys
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Continue from a `state_dict` of a state made with the same arguments."""
+        """Continue from a `state_dict` of a state made with the same arguments, but for device and a narrower dtype."""
         own = self.state_dict()
         if saved.keys() != own.keys():
             raise ValueError(f"a {self.kind} state holds {sorted(own)}, got {sorted(saved)}")
@@ -121,13 +124,12 @@ class State:
             shape = tuple(x.shape) if name in ("total", "seq") else (x.shape[0], recent, *x.shape[2:])
             if tuple(saved[name].shape) != shape:
                 raise ValueError(f"{name} must have shape {shape}, got {tuple(saved[name].shape)}")
+            self._check_dtype(name, saved[name])
         self.seq = int(saved["seq"])
         self._total, self._v = (saved[name].to(own[name]) for name in ("total", "v"))
         self._keys = [saved[f"k{i + 1}"].to(k) for i, k in enumerate(self._keys)]
 
     def _append(self, keys: list[Tensor], v: Tensor) -> None:
-        self._check_shapes(keys, self.d_qk, v.shape[1])
-        self._check_shapes([v], self._v.shape[3], v.shape[1])
         dtype = self._total.dtype
         self._keys = [torch.cat([old, k.to(dtype)], dim=1) for old, k in zip(self._keys, keys, strict=True)]
         self._v = torch.cat([self._v, v.to(dtype)], dim=1)
@@ -135,7 +137,6 @@ class State:
 
     def _answer(self, queries: list[Tensor], *, causal: bool) -> Tensor:
         """Past through the state, recent tokens through their scores; bottom-right aligned when causal."""
-        self._check_shapes(queries, self.d_qk, queries[0].shape[1])
         queries = [q.to(self._total.dtype) for q in queries]
         operands = [x for pair in zip(queries, self._keys, strict=True) for x in pair]
         quadratic: Callable[..., Tensor] = eager.bilinear if self.kind == "bilinear" else eager.squared
@@ -166,14 +167,24 @@ class State:
         if n != per_factor * len(self._keys):
             raise ValueError(f"a {self.kind} state takes {per_factor * len(self._keys)} queries and keys here, got {n}")
 
-    def _check_shapes(self, tensors: list[Tensor], d: int, new: int) -> None:
-        batch, n_head = self._total.shape[:2]
-        for x in tensors:
+    def _check(self, factors: list[Tensor], *values: Tensor) -> None:
+        """What must fit, before anything changes: an error leaves the state as it was."""
+        batch, n_head, _, d_v = self._total.shape
+        new = factors[0].shape[1] if factors[0].ndim == 4 else 0
+        for x, d in [*((x, self.d_qk) for x in factors), *((v, d_v) for v in values)]:
             if tuple(x.shape) != (batch, new, n_head, d):
                 raise ValueError(
                     f"operands of this state must be (batch={batch}, new={new}, n_head={n_head}, d={d}), "
                     f"got {tuple(x.shape)}"
                 )
+            if x.device != self._total.device:
+                raise ValueError(f"operands must be on the device of this state, {self._total.device}, got {x.device}")
+            self._check_dtype("operands", x)
+
+    def _check_dtype(self, name: str, x: Tensor) -> None:
+        own = self._total.dtype
+        if torch.promote_types(x.dtype, own) != own:
+            raise ValueError(f"{name} must fit a state of {own}, got {x.dtype}; make the state with dtype={x.dtype}")
 
 
 def bilinear(

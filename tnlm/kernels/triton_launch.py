@@ -10,6 +10,9 @@ from torch import Tensor
 from tnlm.kernels import tiles
 from tnlm.kernels.triton_kernels import dkv_kernel, dq_kernel, forward_kernel
 
+INT32_LIMIT = 2**31
+"""The kernels hold the offset of a row within its head, ``seq * stride``, in int32."""
+
 
 def bilinear_forward(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     """Output (batch, seq_q, n_head, d_v) for inputs (batch, seq, n_head, d)."""
@@ -34,11 +37,11 @@ def squared_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool
 
 
 def _forward(kind: str, queries: list[Tensor], keys: list[Tensor], v: Tensor, causal: bool, scale: float) -> Tensor:
-    batch, seq_q, n_head, d_qk = queries[0].shape
+    batch, seq_q, n_head, _ = queries[0].shape
     seq_k, d_v = v.shape[1], v.shape[3]
     if 0 in (batch, seq_q, n_head, seq_k, d_v):
         return v.new_zeros(batch, seq_q, n_head, d_v)
-    row, (width_qk, width_v) = tiles.lookup(tiles.target_of(v.device), kind, v.dtype, d_qk, d_v)
+    row, (width_qk, width_v) = _row(kind, queries[0], v)
     queries, keys, (v,) = _ready(queries, width_qk), _ready(keys, width_qk), _ready([v], width_v)
     out = torch.empty(batch, seq_q, n_head, width_v, dtype=v.dtype, device=v.device)
     grid = (batch * n_head, triton.cdiv(seq_q, row.forward.block_m))
@@ -65,7 +68,7 @@ def _backward(
     if 0 in (batch, seq_q, n_head, seq_k, d_v):
         pairs = zip(queries, keys, strict=True)
         return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for p in (*pairs, [v]) for x in p)
-    row, (width_qk, width_v) = tiles.lookup(tiles.target_of(v.device), kind, v.dtype, d_qk, d_v)
+    row, (width_qk, width_v) = _row(kind, queries[0], v)
     queries, keys = _ready(queries, width_qk), _ready(keys, width_qk)
     (v,), (grad,) = _ready([v], width_v), _ready([grad], width_v)
     fresh = partial(torch.empty, dtype=v.dtype, device=v.device)
@@ -88,16 +91,30 @@ def _backward(
     return *factors, dv[..., :d_v].contiguous()
 
 
+def _row(kind: str, q: Tensor, v: Tensor) -> tuple[tiles.Row, tuple[int, int]]:
+    """Tiles and compiled widths; refused when even packed operands need offsets wider than the kernels'."""
+    row, widths = tiles.lookup(tiles.target_of(v.device), kind, v.dtype, q.shape[3], v.shape[3])
+    seq, n_head = max(q.shape[1], v.shape[1]), v.shape[2]
+    if seq * n_head * max(widths) >= INT32_LIMIT:
+        raise ValueError(
+            f"triton attention needs seq * n_head * width below {INT32_LIMIT}, "
+            f'got seq={seq}, n_head={n_head}, width={max(widths)}; use "chunked"'
+        )
+    return row, widths
+
+
 def _ready(tensors: list[Tensor], width: int) -> list[Tensor]:
     """Pad the last axis with zeros, which is exact, and copy unless strides and address are as compiled.
 
-    The kernels are compiled for addresses of 16 bytes and strides of 16 elements; tensors of one list share strides.
+    The kernels are compiled for addresses of 16 bytes, strides of 16 elements and int32 row offsets; tensors of one
+    list share strides.
     """
     tensors = [F.pad(x, (0, width - x.shape[3])) if x.shape[3] != width else x for x in tensors]
     aligned = all(
         x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in x.stride()[:3]) for x in tensors
     )
-    if aligned and len({x.stride() for x in tensors}) == 1:
+    near = all(x.shape[1] * x.stride(1) < INT32_LIMIT for x in tensors)
+    if aligned and near and len({x.stride() for x in tensors}) == 1:
         return tensors
     return [x.clone(memory_format=torch.contiguous_format) for x in tensors]
 

@@ -1,4 +1,7 @@
-"""Break the kernels in classic ways, one at a time: the comparisons of this folder must notice each."""
+"""Break the kernels in classic ways, one at a time: the error contract must notice each.
+
+``python -m pytest -v tests/kernels/interpreter/test_planted_faults.py`` prints one line per mistake.
+"""
 
 import importlib.util
 import sys
@@ -7,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels.attention_cases import operands
-from tests.kernels.interpreter.test_triton import assert_equals_eager
+from tests.kernels.attention_cases import assert_contract, operands, random_grad
+from tests.kernels.interpreter.test_triton import guarded
 from tnlm.kernels import tiles, triton_kernels, triton_launch
 
 SOURCE = Path(triton_kernels.__file__).read_text()
@@ -34,13 +37,14 @@ FAULTS = {
 }  # fmt: skip
 
 
-def comparisons() -> None:
-    """A few small float32 cases over several tiles, both functions, equal and unequal lengths."""
+def contract() -> None:
+    """The suite's error contract on a few small float32 cases over several tiles, equal and unequal lengths."""
     for kind in ("bilinear", "squared"):
         for seq_q, seq_k in ((40, 40), (20, 35)):
             sizes = {"seq_q": seq_q, "seq_k": seq_k, "batch": 1, "n_head": 2, "d_qk": 16, "d_v": 16}
             tensors = operands(kind, **sizes, dtype=torch.float32)
-            assert_equals_eager(kind, tensors, scale=0.3)
+            *tensors, grad = guarded([*tensors, random_grad(tensors)])
+            assert_contract(kind, tensors, grad, ["triton"])
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +54,7 @@ def many_tiles(monkeypatch):
 
 
 def test_the_kernels_as_they_are_pass():
-    comparisons()
+    contract()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -65,5 +69,5 @@ def test_fault_is_caught(fault, tmp_path, monkeypatch):
     spec.loader.exec_module(faulty)
     for name in ("forward_kernel", "dq_kernel", "dkv_kernel"):
         monkeypatch.setattr(triton_launch, name, getattr(faulty, name))
-    with pytest.raises(AssertionError):
-        comparisons()
+    with pytest.raises(AssertionError, match="triton"):
+        contract()

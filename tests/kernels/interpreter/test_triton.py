@@ -5,6 +5,7 @@ What it cannot show (registers, shared memory, races, tf32) is checked by ``tnlm
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.kernels.attention_cases import (
     FUNCTIONS,
@@ -12,10 +13,12 @@ from tests.kernels.attention_cases import (
     VIEWS,
     assert_contract,
     in_nan_buffer,
+    misaligned,
     operands,
     outputs_and_gradients,
+    random_grad,
 )
-from tnlm.kernels import tiles
+from tnlm.kernels import ops, tiles, triton_launch
 
 BOTH = pytest.mark.parametrize("kind", FUNCTIONS)
 TRITON = {"implementation": "triton"}
@@ -24,11 +27,6 @@ TRITON = {"implementation": "triton"}
 def guarded(tensors):
     """Rows past the end, and the heads beside, are NaN: a tile that reads them unmasked cannot hide it."""
     return [in_nan_buffer(x, rows=128) for x in tensors]
-
-
-def random_grad(tensors):
-    q, v = tensors[0], tensors[-1]
-    return torch.randn(*q.shape[:3], v.shape[3]).to(v.dtype)
 
 
 def assert_equals_eager(kind, tensors, **options):
@@ -50,26 +48,28 @@ def other_tiles(monkeypatch, request):
     monkeypatch.setattr(tiles, "lookup", lambda *args: (row, lookup(*args)[1]))
 
 
+def assert_the_contract(kind, seq, dtype, d_qk, d_v):
+    tensors = operands(kind, seq_q=seq, batch=2, n_head=8, d_qk=d_qk, d_v=d_v, dtype=dtype)
+    *tensors, grad = guarded([*tensors, random_grad(tensors)])
+    assert_contract(kind, tensors, grad, ["triton"])
+
+
 @BOTH
 @pytest.mark.parametrize("seq", LENGTHS[:-1])
 def test_error_contract_in_float32(kind, seq, nan_memory):
-    tensors = operands(kind, seq_q=seq, batch=2, n_head=8, d_qk=16, d_v=16, dtype=torch.float32)
-    (grad,) = guarded([random_grad(tensors)])
-    assert_contract(kind, guarded(tensors), ["triton"], grad)
+    assert_the_contract(kind, seq, torch.float32, 16, 16)
 
 
 @BOTH
-@pytest.mark.parametrize("seq", [1, 17, 130])
+@pytest.mark.parametrize("seq", LENGTHS[:-1])
 def test_error_contract_in_float16(kind, seq, nan_memory):
-    tensors = operands(kind, seq_q=seq, batch=2, n_head=8, d_qk=16, d_v=16, dtype=torch.float16)
-    assert_contract(kind, guarded(tensors), ["triton"])
+    assert_the_contract(kind, seq, torch.float16, 16, 16)
 
 
 @BOTH
-@pytest.mark.parametrize("seq", [1, 17, 65, 130])
+@pytest.mark.parametrize("seq", LENGTHS[:-1])
 def test_error_contract_in_bfloat16(kind, seq, nan_memory, exact_bfloat16):
-    tensors = operands(kind, seq_q=seq, batch=2, n_head=8, d_qk=16, d_v=16, dtype=torch.bfloat16)
-    assert_contract(kind, guarded(tensors), ["triton"])
+    assert_the_contract(kind, seq, torch.bfloat16, 32, 64)
 
 
 @BOTH
@@ -108,12 +108,58 @@ def test_layout_changes_no_bit(kind, view):
 
 def test_a_misaligned_address_is_copied():
     packed = [x.detach() for x in operands("squared", seq_q=5, d_qk=16, d_v=16, dtype=torch.float16)]
-    shifted = []
-    for x in packed:
-        buffer = torch.full((x.numel() + 1,), torch.nan, dtype=x.dtype)
-        shifted.append(buffer[1:].view_as(x).copy_(x))
-    assert shifted[0].data_ptr() % 16
+    shifted = [misaligned(x) for x in packed]
     assert torch.equal(FUNCTIONS["squared"](*shifted, **TRITON), FUNCTIONS["squared"](*packed, **TRITON))
+    (ready,) = triton_launch._ready([shifted[0]], 16)
+    assert ready.data_ptr() % 16 == 0
+
+
+def test_row_offsets_that_int32_cannot_hold_are_copied_or_refused(monkeypatch):
+    packed = [x.detach() for x in operands("squared", seq_q=5, n_head=2, d_qk=16, d_v=16, dtype=torch.float32)]
+    far = [torch.cat([x] * 4, dim=2)[:, :, :2] for x in packed]
+    want = FUNCTIONS["squared"](*packed, **TRITON)
+    assert triton_launch._ready(far, 16) == far
+    monkeypatch.setattr(triton_launch, "INT32_LIMIT", 5 * 2 * 16 + 1)
+    assert all(x.is_contiguous() for x in triton_launch._ready(far, 16))
+    assert torch.equal(FUNCTIONS["squared"](*far, **TRITON), want)
+    monkeypatch.setattr(triton_launch, "INT32_LIMIT", 5 * 2 * 16)
+    with pytest.raises(ValueError, match=r'below 160, got seq=5, n_head=2, width=16; use "chunked"'):
+        FUNCTIONS["squared"](*packed, **TRITON)
+
+
+@BOTH
+@pytest.mark.parametrize("other_tiles", [(16, 32)], indirect=True)
+def test_degree_in_each_operand(kind, other_tiles):
+    tensors = [x.detach() for x in operands(kind, seq_q=35, batch=1, d_qk=16, d_v=16, dtype=torch.float32)]
+    out = FUNCTIONS[kind](*tensors, **TRITON)
+    for i in range(len(tensors)):
+        scaled = [x * -2 if i == j else x for j, x in enumerate(tensors)]
+        # A power of two is exact in every rounding.
+        assert torch.equal(FUNCTIONS[kind](*scaled, **TRITON), out * (4 if kind == "squared" and i < 2 else -2))
+
+
+@pytest.mark.parametrize("other_tiles", [(16, 32)], indirect=True)
+def test_symmetry_of_the_factors_and_squared_as_bilinear(other_tiles):
+    q1, k1, q2, k2, v = operands("bilinear", seq_q=35, batch=1, d_qk=16, d_v=16, dtype=torch.float32)
+    grad = random_grad([q1, v])
+    out, dq1, dk1, dq2, dk2, dv = outputs_and_gradients("bilinear", [q1, k1, q2, k2, v], grad, **TRITON)
+    swapped = outputs_and_gradients("bilinear", [q2, k2, q1, k1, v], grad, **TRITON)
+    torch.testing.assert_close(swapped, [out, dq2, dk2, dq1, dk1, dv])
+    squared = outputs_and_gradients("squared", [q1, k1, v], grad, **TRITON)
+    out, dq1, dk1, dq2, dk2, dv = outputs_and_gradients("bilinear", [q1, k1, q1, k1, v], grad, **TRITON)
+    torch.testing.assert_close(squared, [out, dq1 + dq2, dk1 + dk2, dv])
+
+
+@BOTH
+@pytest.mark.parametrize("other_tiles", [(16, 32)], indirect=True)
+def test_a_key_of_nan_reaches_only_those_who_see_it(kind, other_tiles):
+    tensors = [x.detach() for x in operands(kind, seq_q=50, batch=1, d_qk=16, d_v=16, dtype=torch.float32)]
+    before = FUNCTIONS[kind](*tensors, **TRITON)
+    for k in tensors[1:-1:2]:
+        k[:, 40] = torch.nan
+    after = FUNCTIONS[kind](*tensors, **TRITON)
+    assert torch.equal(before[:, :40], after[:, :40])
+    assert not after[:, 40:].isfinite().any()
 
 
 @BOTH
@@ -138,9 +184,46 @@ def test_empty_inputs_launch_nothing(kind, shape):
     assert not any(x.count_nonzero() for x in (out, *gradients))
 
 
-def test_opcheck():
-    tensors = operands("bilinear", seq_q=5, seq_k=7, dtype=torch.float32)
-    torch.library.opcheck(torch.ops.tnlm.bilinear_attn_fwd.default, (*tensors, True, 0.5, "triton"))
+@pytest.mark.parametrize(
+    "kind, forward, backward",
+    [("bilinear", ops.bilinear_fwd, ops.bilinear_bwd), ("squared", ops.squared_fwd, ops.squared_bwd)],
+)
+def test_opcheck(kind, forward, backward):
+    tensors = operands(kind, seq_q=5, seq_k=7, batch=1, dtype=torch.float32)
+    torch.library.opcheck(forward, (*tensors, True, 0.5, "triton"))
+    plain = [x.detach() for x in tensors]
+    torch.library.opcheck(backward, (random_grad(plain), *plain, True, 0.5, "triton"))
+
+
+@BOTH
+def test_one_graph_and_changing_lengths(kind):
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    attend = torch.compile(FUNCTIONS[kind], backend=backend, fullgraph=True)
+    for seq in (5, 7, 9):
+        tensors = operands(kind, seq_q=seq, batch=1, dtype=torch.float32)
+        out = attend(*tensors, **TRITON)
+        gradients = torch.autograd.grad(out.sum(), tensors)
+        assert all(map(torch.equal, (out, *gradients), outputs_and_gradients(kind, tensors, **TRITON)))
+    assert backend.frame_count == 2
+
+
+@BOTH
+def test_autocast_determinism_and_double_backward(kind):
+    tensors = operands(kind, seq_q=5, d_qk=16, d_v=16, dtype=torch.float32)
+    halves = [x.half() for x in tensors]
+    with torch.autocast("cpu", dtype=torch.float16):
+        cast = FUNCTIONS[kind](*tensors[:-1], halves[-1], **TRITON)
+    assert torch.equal(cast, FUNCTIONS[kind](*halves, **TRITON))
+    want = outputs_and_gradients(kind, tensors, **TRITON)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert all(map(torch.equal, outputs_and_gradients(kind, tensors, **TRITON), want))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (first,) = torch.autograd.grad(FUNCTIONS[kind](*tensors, **TRITON).sum(), tensors[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match='no double backward; use implementation="eager"'):
+        first.sum().backward()
 
 
 @pytest.mark.user_error
