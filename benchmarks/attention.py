@@ -3,12 +3,13 @@
 
     OMP_NUM_THREADS=1 python benchmarks/attention.py            # CPU: process time of one thread
     python benchmarks/attention.py --gpu                        # one CUDA device, bf16, under ten minutes
-    TRITON_INTERPRET=1 python benchmarks/attention.py --dry     # the logic of --gpu at toy sizes on a CPU
+    TRITON_INTERPRET=1 python benchmarks/attention.py --dry     # all that --gpu does, at toy sizes on a CPU
 
 The error contract of the tests comes first, and nothing is timed when it fails. Candidates take turns within one loop;
-figures are medians, ratios are within one run and name their backend. One JSON object per line, appended to
-benchmarks/results/ as soon as it is measured, the most valuable first; a row that its budget does not reach says so.
+figures are medians with their quartiles, ratios are within one run and name their backend. One JSON object per line,
+written to --out as soon as it is measured, the most valuable first; a row that its budget does not reach says so.
 The GPU run needs torch, triton, einops, opt_einsum, safetensors and this repository; jaxtyping only if installed.
+In a copy of the repository without its history, give --commit.
 """
 
 import argparse
@@ -22,6 +23,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -47,22 +50,67 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.kernels.attention_cases import assert_contract, operands
+from tests.kernels.attention_cases import assert_contract, operands, random_grad
 from tnlm.kernels import bilinear_attention, squared_attention
 from tnlm.kernels.ops import causal_pairs
 
 Shape = tuple[int, int, int, int]
 """batch, seq, n_head, d_v."""
 CPU_SHAPES: tuple[Shape, ...] = ((1, 1024, 9, 128), (4, 256, 4, 32))
-CROSSOVER_SHAPES: tuple[Shape, ...] = tuple((1, seq, 9, 64) for seq in (128, 256, 384, 512, 1024))
-GPU_SHAPES: tuple[Shape, ...] = (
-    (32, 1024, 9, 128),
-    (2, 8192, 9, 128),
-    (32, 1024, 18, 64),
-    (8, 1024, 9, 128),
-    (64, 256, 4, 32),
+CROSSOVER_SHAPES: tuple[Shape, ...] = (
+    (1, 128, 9, 64),
+    (8, 160, 4, 32),
+    (1, 160, 2, 16),
+    (4, 192, 9, 64),
+    (1, 256, 2, 16),
+    (1, 256, 9, 64),
+    (1, 384, 9, 64),
+    (1, 1024, 9, 64),
 )
-DRY_SHAPES: tuple[Shape, ...] = ((1, 33, 2, 16),)
+"""Where "auto" on a CPU changes from eager to chunked: the table of docs/kernels.md."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run of the Triton kernels measures: the shapes in the order of their value, then whole training steps."""
+
+    device: str
+    dtype: torch.dtype
+    gate: tuple[tuple[int, int, int], ...]
+    """d_qk, d_v and seq of the error contract."""
+    shapes: tuple[Shape, ...]
+    matmul: int
+    """Size of the square matmul whose rate is the ceiling."""
+    step_batch: int
+    step_half: int
+    """d_qk of bilinear attention with the parameters of softmax."""
+    step_model: dict
+    """Changes to the published architecture."""
+    step_backend: str
+
+
+GPU = Plan(
+    device="cuda",
+    dtype=torch.bfloat16,
+    gate=((128, 128, 257), (64, 128, 129), (64, 64, 333)),
+    shapes=((32, 1024, 9, 128), (2, 8192, 9, 128), (32, 1024, 18, 64), (8, 1024, 9, 128), (64, 256, 4, 32)),
+    matmul=8192,
+    step_batch=16,
+    step_half=64,
+    step_model={},
+    step_backend="inductor",
+)
+DRY = Plan(
+    device="cpu",
+    dtype=torch.float32,
+    gate=((16, 16, 33),),
+    shapes=((1, 33, 2, 16), (1, 17, 2, 16)),
+    matmul=16,
+    step_batch=1,
+    step_half=16,
+    step_model={"n_layer": 2, "n_head": 2, "d_model": 64, "d_vocab": 11, "d_hidden": 32, "n_ctx": 33},
+    step_backend="aot_eager",
+)
 SDPA = {
     "sdpa:default": None,
     "sdpa:flash": SDPBackend.FLASH_ATTENTION,
@@ -133,57 +181,81 @@ class Task:
         torch.autograd.grad(self.function(*self.leaves), self.leaves, self.grad)
 
 
-def clock_of(device: str) -> Callable[[Callable[[], None]], float]:
-    """Seconds of one call: events between L2 flushes on a GPU, process time on a CPU."""
-    if device == "cpu":
+class Processor:
+    """Process time of a call on a CPU; `memory_growth` measures memory, in a process of its own."""
 
-        def processor(call: Callable[[], None]) -> float:
-            start = time.process_time()
-            call()
-            return time.process_time() - start
+    def seconds(self, call: Callable[[], None]) -> float:
+        start = time.process_time()
+        call()
+        return time.process_time() - start
 
-        return processor
+    def growth(self, call: Callable[[], None]) -> dict:
+        call()
+        return {}
 
-    flush = torch.empty(2**28, dtype=torch.int8, device=device)
 
-    def events(call: Callable[[], None]) -> float:
+class Cuda:
+    """Time of a call between two events, and by how much it raises the peak of allocated memory.
+
+    Zeroing 4 GiB first flushes L2, and takes long enough for the host to queue the call before the clock starts.
+    """
+
+    def __init__(self, device: str = "cuda", flush_bytes: int = 2**32) -> None:
+        self.flush = torch.empty(flush_bytes, dtype=torch.int8, device=device)
+
+    def seconds(self, call: Callable[[], None]) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
+        self.flush.zero_()
         start.record()
         call()
         stop.record()
         torch.cuda.synchronize()
         return start.elapsed_time(stop) / 1e3
 
-    return events
+    def growth(self, call: Callable[[], None]) -> dict:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return {"bytes": torch.cuda.max_memory_allocated() - before}
 
 
-def interleaved(tasks: list, clock: Callable, repeats: int, deadline: float) -> Iterator[dict]:
-    """Warm up, then let the candidates take turns; those that cannot run are rows that say so."""
-    running = []
+Meter = Processor | Cuda
+WARM_UPS = 3
+LEAST_REPEATS = 3
+"""Of candidates that were warmed up within their budget; compiling a whole model may use up all of it."""
+
+
+def interleaved(tasks: list, meter: Meter, repeats: int, deadline: float) -> Iterator[dict]:
+    """Warm up, then let the candidates take turns; those that cannot run, or in time, are rows that say so."""
+    memory: dict[str, dict] = {}
     for task in tasks:
-        try:
-            for _ in range(3):
-                task.run()
-            running.append(task)
-        except RuntimeError as error:
-            yield {"candidate": task.name, "unsupported": str(error).splitlines()[0]}
-    for _ in range(repeats):
         if time.monotonic() > deadline:
-            break
-        for task in running:
-            task.seconds.append(clock(task.run))
-    median = {task.name: statistics.median(task.seconds) for task in running if task.seconds}
-    for task in running:
-        if not task.seconds:
             yield {"candidate": task.name, "unsupported": "out of budget"}
             continue
+        try:
+            for _ in range(WARM_UPS):
+                grown = meter.growth(task.run)
+            memory[task.name] = grown
+        except Exception as error:
+            yield {"candidate": task.name, "unsupported": f"{type(error).__name__}: {error}".splitlines()[0]}
+    running = [task for task in tasks if task.name in memory]
+    for turn in range(repeats):
+        if turn >= LEAST_REPEATS and time.monotonic() > deadline:
+            break
+        for task in running:
+            task.seconds.append(meter.seconds(task.run))
+    median = {task.name: statistics.median(task.seconds) for task in running}
+    for task in running:
+        ordered = sorted(task.seconds)
         yield {
             "candidate": task.name,
-            "repeats": len(task.seconds),
+            "repeats": len(ordered),
             "ms": round(median[task.name] * 1e3, 4),
-            "ms_min": round(min(task.seconds) * 1e3, 4),
+            "ms_min": round(ordered[0] * 1e3, 4),
+            "ms_quartiles": [round(ordered[len(ordered) * i // 4] * 1e3, 4) for i in (1, 3)],
             "tflop_per_second": round(task.flop / median[task.name] / 1e12, 3),
+            **memory[task.name],
             "ratio_to": {
                 name: round(median[task.name] / median[name], 3)
                 for name in median
@@ -193,34 +265,39 @@ def interleaved(tasks: list, clock: Callable, repeats: int, deadline: float) -> 
 
 
 def operator_rows(
-    names: list[str], shape: Shape, device: str, dtype: torch.dtype, repeats: int, deadline: float
+    names: list[str],
+    shape: Shape,
+    device: str,
+    dtype: torch.dtype,
+    meter: Meter,
+    repeats: int,
+    deadline: float = float("inf"),
 ) -> Iterator[dict]:
     """Forward + backward first: it is worth more."""
     about = {"shape": "B{} T{} H{} D{}".format(*shape), "dtype": str(dtype).removeprefix("torch.")}
     for backward in (True, False):
         tasks = [Task(name, shape, device, dtype, backward) for name in names]
-        for row in interleaved(tasks, clock_of(device), repeats, deadline):
+        for row in interleaved(tasks, meter, repeats, deadline):
             yield {**about, "pass": "forward+backward" if backward else "forward", **row}
 
 
 class Step:
-    """One training step of a whole model, AdamW included, on the same tokens."""
+    """One training step of a whole model, AdamW included, on the same tokens; blocks are compiled one by one."""
 
-    def __init__(self, name: str, device: str, batch: int, **config: object) -> None:
+    def __init__(self, name: str, plan: Plan, **kind: object) -> None:
         from tnlm.config import ModelConfig
         from tnlm.transformer import Transformer
 
         self.name = f"step:{name}"
-        self.config = ModelConfig.released(**config)
+        self.config = ModelConfig.released(**{**plan.step_model, **kind})
         torch.manual_seed(0)
-        self.model = Transformer(self.config, device=device)
-        if device != "cpu":
-            for block in self.model.blocks:
-                block.compile()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device != "cpu")
+        self.model = Transformer(self.config, device=plan.device)
+        for block in self.model.blocks:
+            block.compile(backend=plan.step_backend)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         vocabulary = self.config.d_vocab_used or self.config.d_vocab
-        self.tokens = torch.randint(vocabulary, (batch, self.config.n_ctx + 1), device=device)
-        self.flop = 6 * self.config.n_params * batch * self.config.n_ctx
+        self.tokens = torch.randint(vocabulary, (plan.step_batch, self.config.n_ctx + 1), device=plan.device)
+        self.flop = 6 * self.config.n_params * plan.step_batch * self.config.n_ctx
         self.seconds: list[float] = []
 
     def run(self) -> None:
@@ -231,45 +308,52 @@ class Step:
         self.optimizer.zero_grad()
 
 
-def step_rows(device: str, repeats: int, deadline: float, dry: bool) -> Iterator[dict]:
-    small = {"n_layer": 1, "n_head": 2, "d_model": 64, "d_vocab": 11, "d_hidden": 32, "n_ctx": 33} if dry else {}
-    batch, half = (1, 16) if dry else (16, 64)
+def step_rows(plan: Plan, meter: Meter, repeats: int, deadline: float) -> Iterator[dict]:
+    """Softmax attention is that of ``sdpa:default``; bilinear-half has its number of parameters."""
     kinds = {
         "softmax": {"attention": "softmax"},
         "bilinear": {"attention": "bilinear"},
-        "bilinear-half": {"attention": "bilinear", "d_qk": half},
+        "bilinear-half": {"attention": "bilinear", "d_qk": plan.step_half},
     }
-    steps = [Step(name, device, batch, **{**small, **kind}) for name, kind in kinds.items()]
-    about = {"pass": "training step", "tokens": batch * steps[0].config.n_ctx, "dtype": "bfloat16"}
+    steps = [Step(name, plan, **kind) for name, kind in kinds.items()]
+    about = {"pass": "training step", "tokens": plan.step_batch * steps[0].config.n_ctx, "dtype": "bfloat16 autocast"}
     params = {step.name: step.config.n_params for step in steps}
-    for row in interleaved(steps, clock_of(device), repeats, deadline):
+    for row in interleaved(steps, meter, repeats, deadline):
         yield {**about, "n_params": params[row["candidate"]], **row}
 
 
-def gate(device: str, dtype: torch.dtype, implementations: list[str]) -> None:
-    """The error contract of the tests at an odd shape; raises when anything is wrong."""
+def gate(device: str, dtype: torch.dtype, sizes: tuple[tuple[int, int, int], ...], implementations: list[str]) -> None:
+    """The error contract of the tests; raises when anything is wrong."""
     for kind in ("bilinear", "squared"):
-        for d_qk, d_v, seq in ((64, 64, 333), (64, 128, 129)) if device != "dry" else ((16, 16, 33),):
-            where = "cpu" if device == "dry" else device
-            tensors = [
-                x.detach().to(where)
-                for x in operands(kind, seq_q=seq, batch=2, n_head=8, d_qk=d_qk, d_v=d_v, dtype=dtype)
-            ]
-            grad = torch.randn(2, seq, 8, d_v).to(where, dtype)
-            assert_contract(kind, tensors, implementations, grad)
+        for d_qk, d_v, seq in sizes:
+            tensors = operands(kind, seq_q=seq, batch=2, n_head=8, d_qk=d_qk, d_v=d_v, dtype=dtype)
+            tensors = [x.detach().to(device) for x in tensors]
+            assert_contract(kind, tensors, random_grad(tensors), implementations)
 
 
-def warm(job: tuple[str, int, int]) -> None:
-    """Fill Triton's cache on disk, in a process of its own: in series, compiling would take longer than measuring."""
-    kind, d_qk, d_v = job
+def kernels_of(plan: Plan) -> list[tuple[str, int, int]]:
+    """Kind, d_qk and d_v of every kernel that a run calls, the slowest to compile first."""
+    used = {(kind, d_qk, d_v) for d_qk, d_v, _ in plan.gate for kind in ("bilinear", "squared")}
+    for *_, d in plan.shapes:
+        used |= {("bilinear", d, d), ("squared", d, d), ("bilinear", d // 2, d)}
+    return sorted(used, key=lambda job: (-job[1] - job[2], job))
+
+
+def warm(device: str, dtype: torch.dtype, kind: str, d_qk: int, d_v: int) -> str | None:
+    """Fill Triton's cache on disk, in a process of its own: in series, compiling would take longer than measuring.
+
+    Returns the reason when that fails; a measurement of that kernel will say so again.
+    """
     n = 2 if kind == "bilinear" else 1
-    leaves = [
-        torch.zeros(1, 64, 1, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for d in [d_qk] * (2 * n) + [d_v]
-    ]
-    function = bilinear_attention if n == 2 else squared_attention
-    function(*leaves, implementation="triton").sum().backward()
-    torch.cuda.synchronize()
+    try:
+        leaves = [
+            torch.zeros(1, 64, 1, d, device=device, dtype=dtype, requires_grad=True) for d in [d_qk] * (2 * n) + [d_v]
+        ]
+        function = bilinear_attention if n == 2 else squared_attention
+        function(*leaves, implementation="triton").sum().backward()
+        return None
+    except Exception as error:
+        return f"{kind} {d_qk},{d_v}: {type(error).__name__}: {error}".splitlines()[0]
 
 
 def memory_growth(name: str) -> int:
@@ -291,67 +375,93 @@ def cpu_rows(repeats: int) -> Iterator[dict]:
     names = ["sdpa:default", "einsum:published", "bilinear:eager", "bilinear:chunked", "bilinear-half:chunked"]
     names += ["squared:eager", "squared:chunked"]
     for shape in CPU_SHAPES:
-        yield from operator_rows(names, shape, "cpu", torch.float32, repeats, float("inf"))
+        yield from operator_rows(names, shape, "cpu", torch.float32, Processor(), repeats)
     for name in ("sdpa:default", "einsum:published", "bilinear:chunked", "squared:chunked"):
         command = [sys.executable, __file__, "--memory", name]
         grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        yield {"candidate": name, "pass": "memory of forward+backward", "bytes": grown}
+        about = {"shape": "B{} T{} H{} D{}".format(*CPU_SHAPES[0]), "dtype": "float32"}
+        yield {**about, "candidate": name, "pass": "memory of forward+backward", "repeats": 1, "bytes": grown}
     for shape in CROSSOVER_SHAPES:
         crossover = ["sdpa:default", "bilinear:eager", "bilinear:chunked"]
-        yield from operator_rows(crossover, shape, "cpu", torch.float32, repeats, float("inf"))
+        yield from operator_rows(crossover, shape, "cpu", torch.float32, Processor(), repeats)
 
 
-def gpu_rows(repeats: int, seconds: float) -> Iterator[dict]:
+def triton_rows(plan: Plan, meter: Meter | None, repeats: int, seconds: float) -> Iterator[dict]:
+    """Compile in parallel, gate, the first shape, training steps, the other shapes; each within its budget.
+
+    ``meter`` is None for that of the plan's device, made after the other processes have left it.
+    """
     started = time.monotonic()
-    pairs = [(d, d) for d in (128, 64, 32)] + [(64, 128), (32, 64)]
-    jobs = [(kind, *pair) for kind in ("bilinear", "squared") for pair in pairs]
+    jobs = kernels_of(plan)
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        list(pool.map(warm, jobs))
-    yield {"pass": "compilation", "seconds": round(time.monotonic() - started, 1)}
-    gate("cuda", torch.bfloat16, ["triton"])
-    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16).unbind()
-    clock = clock_of("cuda")
-    matmul = statistics.median(clock(lambda: a @ b) for _ in range(20))
-    yield {"pass": "matmul 8192^3", "tflop_per_second": round(2 * 8192**3 / matmul / 1e12, 1)}
-    names = [*SDPA, "bilinear:triton", "squared:triton", "bilinear-half:triton"]
-    first, *others = GPU_SHAPES
+        reasons = [pool.submit(warm, plan.device, plan.dtype, *job) for job in jobs]
+        failed = [reason for done in reasons if (reason := done.result())]
+    compiled = time.monotonic() - started
+    gate(plan.device, plan.dtype, plan.gate, ["triton"])
+    yield {"pass": "compilation", "seconds": round(compiled, 1), "failed": failed}
+    meter = meter or (Processor() if plan.device == "cpu" else Cuda())
+    a, b = torch.randn(2, plan.matmul, plan.matmul, device=plan.device, dtype=plan.dtype).unbind()
+    rate = 2 * plan.matmul**3 / statistics.median(meter.seconds(lambda: a @ b) for _ in range(20))
+    yield {"pass": f"matmul {plan.matmul}^3", "repeats": 20, "tflop_per_second": round(rate / 1e12, 1)}
+    names = [*SDPA, "bilinear:triton", "squared:triton", "bilinear-half:triton", "einsum:published"]
     deadline = started + seconds
-    yield from operator_rows(names, first, "cuda", torch.bfloat16, repeats, min(deadline, time.monotonic() + 90))
-    yield from step_rows("cuda", 10, min(deadline, time.monotonic() + 240), dry=False)
+
+    def within(budget: float) -> float:
+        return min(deadline, time.monotonic() + budget)
+
+    first, *others = plan.shapes
+    yield from operator_rows(names, first, plan.device, plan.dtype, meter, repeats, within(90))
+    yield from step_rows(plan, meter, repeats, within(240))
     for shape in others:
-        yield from operator_rows(names, shape, "cuda", torch.bfloat16, repeats, min(deadline, time.monotonic() + 60))
+        yield from operator_rows(names, shape, plan.device, plan.dtype, meter, repeats, within(60))
 
 
-def dry_rows() -> Iterator[dict]:
-    gate("dry", torch.float32, ["triton"])
-    names = [*SDPA, "bilinear:triton", "squared:triton"]
-    for shape in DRY_SHAPES:
-        yield from operator_rows(names, shape, "cpu", torch.float32, 1, float("inf"))
-    yield from step_rows("cpu", 1, float("inf"), dry=True)
-
-
-def environment(device: str) -> dict:
+def environment(device: str, commit: str | None) -> dict:
     """What a figure means nothing without."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     about = {
         "benchmark": "attention",
-        "date": datetime.date.today().isoformat(),
-        "commit": commit or "unknown",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit or output("git", "-C", ROOT, "rev-parse", "HEAD"),
         "command": " ".join(["python", "benchmarks/attention.py", *sys.argv[1:]]),
+        "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": version("triton"),
     }
     if device == "cpu":
-        threads = torch.get_num_threads()
-        capability = torch.backends.cpu.get_cpu_capability()
-        return about | {"hardware": f"{platform.machine()} {capability}, {os.cpu_count()} CPUs, {threads} thread"}
-    import triton
-
+        threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+        return about | {"hardware": f"{cpu_name()}, {capability}, {os.cpu_count()} CPUs, {threads} thread"}
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     return about | {
         "hardware": torch.cuda.get_device_name(),
-        "triton": triton.__version__,
+        "driver": driver[0],
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
+
+
+def output(*command: object) -> str:
+    """What a command prints, "unknown" where it cannot."""
+    try:
+        done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{platform.machine()} {names[0]}" if names else platform.machine()
 
 
 def verdict(rows: list[dict]) -> list[str]:
@@ -374,9 +484,13 @@ def verdict(rows: list[dict]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="measure on a CUDA device")
-    parser.add_argument("--dry", action="store_true", help="run the logic of --gpu at toy sizes and write nothing")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=540, help="budget of --gpu")
+    parser.add_argument("--dry", action="store_true", help="all that --gpu does, interpreted at toy sizes on a CPU")
+    parser.add_argument("--repeats", type=int, default=20, help="default %(default)s")
+    parser.add_argument("--seconds", type=float, default=540, help="budget of --gpu, default %(default)s")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the record, default benchmarks/results; without it --dry writes nothing"
+    )
+    parser.add_argument("--commit", help="commit to record, default that of the repository")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.gpu:
@@ -384,25 +498,22 @@ def main() -> int:
     if options.memory:
         print(memory_growth(options.memory))
         return 0
-    if options.gpu:
-        rows = gpu_rows(options.repeats, options.seconds)
-    elif options.dry:
-        rows = dry_rows()
+    if options.gpu or options.dry:
+        rows = triton_rows(GPU if options.gpu else DRY, None, options.repeats, options.seconds)
     else:
-        gate("cpu", torch.float32, ["eager", "chunked"])
+        gate("cpu", torch.float32, ((64, 64, 333), (64, 128, 129)), ["eager", "chunked"])
         rows = cpu_rows(options.repeats)
-    about = environment("cuda" if options.gpu else "cpu")
+    about = environment("cuda" if options.gpu else "cpu", options.commit)
     hardware = about["hardware"].replace(" ", "-").replace(",", "") if options.gpu else platform.machine() + "-cpu"
-    path = ROOT / "benchmarks/results" / f"{about['date']}_attention_{hardware}.jsonl"
+    folder = options.out or (None if options.dry else ROOT / "benchmarks/results")
     measured = []
     for row in rows:
         measured.append(row)
-        line = json.dumps(about | row)
-        print(line, flush=True)
-        if not options.dry:
-            path.parent.mkdir(exist_ok=True)
-            with path.open("a") as file:
-                file.write(line + "\n")
+        print(json.dumps(about | row), flush=True)
+        if folder:
+            # A second run on the same day replaces the first.
+            lines = "".join(json.dumps(about | row) + "\n" for row in measured)
+            (folder / f"{about['date']}_attention_{hardware}.jsonl").write_text(lines)
     missed = [] if options.gpu or options.dry else verdict(measured)
     print("\n".join(missed), file=sys.stderr)
     return 1 if missed else 0
