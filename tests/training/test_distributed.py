@@ -83,6 +83,22 @@ def test_two_launchers_continue_what_one_rank_saved(tmp_path):
 
 
 @pytest.mark.slow
+def test_four_ranks_saved_two_and_one_resume(tmp_path):
+    """One sequence per rank, then two micro-batches of one, then one micro-batch of four."""
+    four = small_config(tmp_path, "four", steps=12, save_every=6, keep_last=3, micro_batch=1)
+    finish(torchrun(four, tmp_path / "four.json", "--standalone", "--nproc_per_node=4"))
+    one = four.replace(out=str(tmp_path / "one"), micro_batch=4)
+    train(one, progress=False)
+    close(curve(four.folder), curve(one.folder), start=1)
+    for ranks in (2, 1):
+        resumed = four.replace(out=str(tmp_path / f"resumed{ranks}"), micro_batch=4 // ranks)
+        shutil.copytree(four.folder, resumed.folder)
+        shutil.rmtree(resumed.folder / "checkpoints" / "step_000012")
+        finish(torchrun(resumed, tmp_path / f"{ranks}.json", "--standalone", f"--nproc_per_node={ranks}"))
+        close(curve(resumed.folder), curve(four.folder), start=7)
+
+
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_saves_once(tmp_path):
     config = small_config(tmp_path, "two", steps=100_000, save_every=None, val_every=100_000, log_every=100_000)
     process = torchrun(config, tmp_path / "two.json", "--standalone", "--nproc_per_node=2")

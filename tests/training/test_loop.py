@@ -252,6 +252,17 @@ def test_compiled_model_gives_the_same_losses(tmp_path, monkeypatch, request):
     assert losses_of(small_config(tmp_path, "compiled", compile=True), 3) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.user_error
+def test_a_failed_compilation_names_the_way_out(tmp_path, monkeypatch):
+    def no_compiler(graph, inputs):
+        raise OSError("no working C++ compiler found")
+
+    compile_model = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda m: compile_model(m, backend=no_compiler))
+    with pytest.raises(ValueError, match=r"cannot be compiled \(.*no working C\+\+ compiler.*\); .*--compile False"):
+        train(small_config(tmp_path, compile=True), progress=False)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_gpu(tmp_path):

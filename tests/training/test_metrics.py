@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,13 @@ def test_events_are_read_as_written(tmp_path):
         {"kind": "val", "step": 0, "loss": 1 / 3},
         {"kind": "train", "step": 1, "loss": 2.5},
     ]
+    log.close()
+
+
+def test_a_full_disk_names_the_file():
+    log = MetricsLog(Path("/dev/full"))
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        log.append("train", step=1)
     log.close()
 
 

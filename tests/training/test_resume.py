@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -81,7 +82,7 @@ def test_every_recipe_continues_across_shards(recipe, precision, tmp_path, monke
     whole = small_config(tmp_path, "whole", recipe=recipe, precision=precision, save_every=1, keep_last=20)
     quietly(whole)
     assert 20 * 4 * 6 > 301
-    for step in (12, 13):
+    for step in (10, 12, 13):  # 10 is a validation as well
         killed = whole.replace(out=str(tmp_path / f"killed{step}"))
         stop_at(monkeypatch, step, raise_stop)
         with pytest.raises(Stop):
@@ -291,6 +292,31 @@ def test_missing_state_is_an_error(name, message, tmp_path, monkeypatch):
     marker.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
         quietly(config)
+
+
+class Hostile:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize("name", ["training.safetensors", "model.safetensors", "training.json"])
+def test_a_pickle_in_a_checkpoint_is_never_run(name, tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    stop_at(monkeypatch, 9, raise_stop)
+    with pytest.raises(Stop):
+        quietly(config)
+    path, mark = config.folder / "checkpoints" / "step_000008" / name, tmp_path / "PWNED"
+    payload = pickle.dumps(Hostile(mark))
+    path.write_bytes(payload.ljust(path.stat().st_size, b"."))
+    with pytest.raises(ValueError, match="step_000008"):
+        quietly(config)
+    assert not mark.exists()
+    pickle.loads(payload)
+    assert mark.exists(), "the payload would have been seen"
 
 
 @pytest.mark.user_error

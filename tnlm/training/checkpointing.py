@@ -46,8 +46,12 @@ class Checkpoint:
     facts: dict[str, Any]
 
     def model_state(self) -> dict[str, Tensor]:
-        """The parameters by name, as stored."""
-        return load_file(self.path / "model.safetensors")
+        """The parameters by name, as stored.
+
+        Raises:
+            ValueError: The file is damaged.
+        """
+        return _read_tensors(self.path / "model.safetensors")
 
 
 def save(
@@ -145,10 +149,10 @@ def load(path: Path) -> Checkpoint:
         raise ValueError(f"checkpoint {path} is not complete: {defect}")
     try:
         facts = json.loads((path / "training.json").read_text())
-        tensors = load_file(path / "training.safetensors")
-        return Checkpoint(path=path, step=facts["step"], tensors=tensors, facts=facts)
-    except Exception as error:
-        raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+        step = int(facts["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint file {path / 'training.json'} cannot be read: {error}") from error
+    return Checkpoint(path=path, step=step, tensors=_read_tensors(path / "training.safetensors"), facts=facts)
 
 
 def prune(run: Path, *, keep_last: int, keep_every: int | None) -> None:
@@ -209,6 +213,15 @@ def _by_age(run: Path) -> list[Path]:
 
 def _step(path: Path) -> int:
     return int(_NAME.fullmatch(path.name)[1])  # type: ignore[index]
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except Exception as error:  # safetensors has an error class of its own
+        raise ValueError(
+            f"checkpoint file {path} cannot be read ({error}); remove its folder to resume from the one before"
+        ) from error
 
 
 def _write(path: Path, text: str) -> None:

@@ -161,7 +161,11 @@ class Trainer:
     # The run
 
     def run(self) -> Result:
-        """Train to the last step, resuming from the newest complete checkpoint."""
+        """Train to the last step, resuming from the newest complete checkpoint.
+
+        Raises:
+            ValueError: The model cannot be compiled here; beside what :func:`train` raises.
+        """
         config = self.config
         resumed = self.restore()
         if self.world.main:
@@ -173,6 +177,14 @@ class Trainer:
             self._event("resume" if resumed else "start", **self.facts())
             self.progress.say(self.headline())
             return self._run()
+        except RuntimeError as error:
+            if config.compile:
+                from torch._dynamo.exc import TorchDynamoException
+
+                if isinstance(error, TorchDynamoException):
+                    cause = " ".join(str(error).splitlines()[:2]).strip()
+                    raise ValueError(f"the model cannot be compiled ({cause}); train with --compile False") from error
+            raise
         finally:
             self.progress.close()
             self.inputs.loader.close()

@@ -10,6 +10,7 @@ One JSON object per line. ``step`` counts updates done, so ``train`` at step 1 i
 - ``save``, ``sample``, ``end``.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -40,17 +41,26 @@ def peak_flops(device_name: str) -> float | None:
 
 
 class MetricsLog:
-    """Append-only events of one run; every line is flushed, and synced to disk at evaluations and saves."""
+    """Append-only events of one run; every line is flushed, and synced to disk at evaluations and saves.
+
+    Raises:
+        OSError: The disk refuses a line; names the file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, kind: str, **values: Any) -> None:
-        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
-        self._file.flush()
-        if kind != "train":
-            os.fsync(self._file.fileno())
+        try:
+            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._file.flush()
+            if kind != "train":
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            with contextlib.suppress(OSError):  # or closing would try once more to write what is left
+                self._file.close()
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
         self._file.close()
