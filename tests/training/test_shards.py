@@ -1,6 +1,7 @@
 """Token shards: the corruption matrix, one row per kind of damage."""
 
 import os
+import resource
 
 import numpy as np
 import pytest
@@ -111,6 +112,19 @@ def test_writer_refuses_what_does_not_fit(tmp_path, tokens, message):
     with pytest.raises(ValueError, match=message):
         shards.write_shard(tmp_path / "x.bin", tokens)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path):
+    shards.write_shard(tmp_path / "x.bin", [1, 2])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*x\.bin'"):
+            shards.write_shard(tmp_path / "x.bin", range(1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == ["x.bin"]
+    assert shards.shard_tokens(tmp_path / "x.bin") == 2
 
 
 class TestCheck:

@@ -87,8 +87,8 @@ def _download(name: str, missing: dict[str, int], folder: Path) -> None:
     try:
         fetched = Path(hf_hub_download(REPO, name, repo_type="dataset", local_dir=folder / ".download"))
     except (OSError, httpx.HTTPError, HfHubHTTPError) as error:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT):
-            raise
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT):
+            raise OSError(error.errno, error.strerror, str(folder / name)) from error
         offline = " HF_HUB_OFFLINE is set." if os.environ.get("HF_HUB_OFFLINE") else ""
         names = ", ".join(list(missing)[:3]) + (", ..." if len(missing) > 3 else "")
         raise ValueError(

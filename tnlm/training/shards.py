@@ -33,6 +33,7 @@ def write_shard(path: str | os.PathLike, tokens: Sequence[int] | np.ndarray) -> 
 
     Raises:
         ValueError: ``tokens`` is empty, not one axis of integers, or holds an id outside ``[0, 65535]``.
+        OSError: The disk refuses it; names the file, and leaves nothing.
     """
     path, tokens = Path(path), np.asarray(tokens)
     if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
@@ -47,12 +48,16 @@ def write_shard(path: str | os.PathLike, tokens: Sequence[int] | np.ndarray) -> 
     header = np.zeros(256, dtype="<i4")
     header[:3] = MAGIC, VERSION, tokens.size
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with part.open("wb") as file:
-        file.write(header.tobytes())
-        file.write(tokens.astype("<u2").tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with part.open("wb") as file:
+            file.write(header.tobytes())
+            file.write(tokens.astype("<u2").tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def shard_tokens(path: str | os.PathLike, *, allow_truncated: bool = False) -> int:
