@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+import tnlm
 from tests.conftest import randomize
+from tests.test_checkpoint_layouts import asked, recorded
 from tnlm.config import ModelConfig
+from tnlm.interp.copying import pattern_table
 from tnlm.interp.extraction import extract
+from tnlm.points import record
 from tnlm.transformer import Transformer
 
 SIZES = {"d_vocab": 11, "n_layer": 3, "n_head": 3, "d_model": 30, "n_ctx": 13}
@@ -54,8 +58,6 @@ def test_half_precision_is_widened_and_the_caller_decides():
 def test_scalars_and_factors_recompose_the_final_residual():
     model, tokens = make(), torch.randint(0, 11, (2, 5))
     net = extract(model)
-    from tnlm.points import record
-
     names = ["hook_embed", "blocks.2.hook_resid_post"]
     names += [f"blocks.{l}.hook_{part}_out" for l in range(3) for part in ("attn", "mlp")]
     run = record(model, tokens, names)
@@ -103,3 +105,44 @@ def test_extract_refuses_what_is_no_model_and_absent_parts():
         extract(make("none", "bilinear")).mlp[0]
     with pytest.raises(ValueError, match=r"head must be in \[0, 3\), got 3"):
         extract(make()).attention[0].head(3)
+
+
+PUBLISHED = [
+    *(f"{mlp}-mlp_{attention}-attn" for mlp in ("bilinear", "squared") for attention in ("bilinear", "squared")),
+    "raw_training_checkpoint",
+    "two_layer_layout",
+    "toy_layout/attention_only_2L",
+    "toy_layout/transformer_1L_qk_norm",
+    "cycle_layout/add",
+    "cycle_layout/lerp",
+    "trained_induction",
+]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_extracted_tensors_of_every_published_layout(name, dtype, tolerance):
+    model = tnlm.load(recorded(name), dtype=dtype, attention=asked(name))
+    tokens = torch.randint(0, model.config.d_vocab_used, (2, 7))
+    for _ in range(2):  # as recorded, then with every scalar and bias away from where it starts
+        with torch.no_grad():
+            scale = float(model(tokens).abs().max())
+        assert scale > 0.1
+        assert extract(model).check(tokens) < tolerance * max(1, scale / 10)
+        randomize(model)
+
+
+@pytest.mark.parametrize("attention", ["bilinear", "squared"])
+def test_queries_and_keys_of_layer_0_fold_into_tables_over_tokens(attention):
+    model = make(attention=attention, d_qk=4, rotary_table_dtype="float32")
+    net, tokens = extract(model), torch.randint(0, 11, (2, 7))
+    pattern = record(model, tokens, ["blocks.0.attn.hook_pattern"])["blocks.0.attn.hook_pattern"]
+    for n in range(3):
+        head, x0 = net.attention[0].head(n), net.x0
+        for s in range(7):
+            for u in range(s + 1):
+                query, key = x0[tokens[:, s]], x0[tokens[:, u]]
+                values = pattern_table(head, query, key, s - u).diagonal()
+                atol = 1e-6 if s else 1e-12  # the model's rotary tables are float32, and exact at position 0
+                torch.testing.assert_close(values, pattern[:, n, s, u], rtol=0, atol=atol)
+    assert float(pattern.abs().max()) <= 1
