@@ -5,7 +5,7 @@ import torch
 
 from tests.interp.builders import SHAPES, dense, gauged, make_layer, noise
 from tnlm.interp import BilinearTensor, effective_rank, eig
-from tnlm.interp.spectra import _orthogonalise, krylov, lanczos
+from tnlm.interp.spectra import _orthogonalise, krylov, lanczos, squared_norms
 
 assert_close = torch.testing.assert_close
 
@@ -112,14 +112,14 @@ def test_lanczos_results_do_not_depend_on_companions():
 
 def test_residuals_are_those_of_the_pairs_that_are_returned():
     b, u = make_layer(1, 61, 67, bias=False), torch.ones(1, 1, dtype=torch.float64)
-    estimated = krylov(b, u, b.gram("out"), 4, tol=None, max_steps=9)
+    estimated = krylov(b, u, squared_norms(b, u), 4, tol=None, max_steps=9)
     recomputed = eig(b, u, 4, method="krylov", max_steps=9)
     assert torch.equal(estimated.values, recomputed.values)
     assert_close(estimated.residuals, recomputed.residuals, rtol=1e-9, atol=1e-11)
     # rounding shows: no residual of float32 pairs is zero, nor is an estimate below the true one
     small, u = b.to(torch.float32), u.float()
     assert float(eig(small, u).residuals.min()) > 0
-    exhausted = krylov(small, u, small.gram("out"), 4, tol=1e-9, max_steps=61)
+    exhausted = krylov(small, u, squared_norms(small, u), 4, tol=1e-9, max_steps=61)
     assert bool((exhausted.residuals >= eig(small, u, 4, method="krylov", tol=1e-9).residuals).all())
 
 
@@ -156,6 +156,12 @@ def test_an_exhausted_krylov_space_goes_on(scale):
         assert float(pairs.residuals.max()) < 1e-14
     assert not eig(b * 0, torch.ones(2, 1).double(), 5, method="krylov").unfound.any()
     assert float(effective_rank(b * 0, torch.ones(1).double(), "entropy")) == 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_squared_norms_from_either_gram(n):
+    b, u = make_layer(3, 5, 7), noise(n, 3, seed=1)
+    assert_close(squared_norms(b, u), b.interaction(u).square().sum((1, 2)))
 
 
 def test_seeds_tolerance_and_the_method_chosen():

@@ -82,7 +82,7 @@ def eig(
         chunks = rows.split(max(1, _DENSE_BLOCK // b.d_in**2))
         flat = Eig(*map(torch.cat, zip(*(_dense(b.interaction(c), k, which) for c in chunks), strict=True)))
     else:
-        flat = krylov(b, rows, b.gram("out"), k, which=which, tol=tol, max_steps=max_steps, seed=seed)
+        flat = krylov(b, rows, squared_norms(b, rows), k, which=which, tol=tol, max_steps=max_steps, seed=seed)
         applied = b.apply(rows, flat.vectors)
         flat = flat._replace(residuals=(applied - flat.vectors * flat.values[:, None]).norm(dim=1))
     return Eig(*(t.reshape((*batch, *t.shape[1:])) for t in flat))
@@ -117,9 +117,9 @@ def effective_rank(
 
 
 def krylov(
-    b: BilinearTensor, rows: Tensor, gram: Tensor, k: int, *, which: Which = "abs", tol: float | None, **options
+    b: BilinearTensor, rows: Tensor, norms2: Tensor, k: int, *, which: Which = "abs", tol: float | None, **options
 ) -> Eig:
-    """`lanczos` on the forms of the directions ``rows (n, d_out)``; ``gram`` is the output Gram of ``b``."""
+    """`lanczos` on the forms of the directions ``rows (n, d_out)``, whose `squared_norms` are ``norms2``."""
     hidden = rows @ b.w_d
 
     def forms(active: Tensor) -> Callable[[Tensor], Tensor]:
@@ -128,7 +128,7 @@ def krylov(
 
     return lanczos(
         forms,
-        form_norms(rows, gram).square(),
+        norms2,
         b.d_in,
         k,
         dtype=b.dtype,
@@ -147,6 +147,13 @@ def fix_signs(vectors: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch n k
 def form_norms(rows: Tensor, gram: Tensor) -> Tensor:
     """Frobenius norm ``sqrt(u G_out u^T)`` of every row's form, in float64."""
     return ((rows @ gram).double() * rows.double()).sum(-1).clamp_min(0).sqrt()
+
+
+def squared_norms(b: BilinearTensor, rows: Tensor) -> Tensor:
+    """Squared Frobenius norm of every row's form, in float64: by the Gram of the outputs, or of fewer ``rows``."""
+    if len(rows) < b.d_out:
+        return b.project(rows).gram("out").diagonal().double().clamp_min(0)
+    return form_norms(rows, b.gram("out")).square()
 
 
 def _order(values: Tensor, which: Which) -> Tensor:

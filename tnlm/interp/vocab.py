@@ -21,7 +21,7 @@ from tnlm.interp._checks import (
 )
 from tnlm.interp.bilinear import BilinearTensor
 from tnlm.interp.ranking import token_ids
-from tnlm.interp.spectra import _DENSE_WIDTH, Eig, Which, eig, form_norms, krylov
+from tnlm.interp.spectra import _DENSE_WIDTH, Eig, Which, eig, form_norms, krylov, squared_norms
 from tnlm.interp.statistics import trace_bounds
 
 
@@ -94,7 +94,7 @@ def vocab_eigs(
     dense = b.d_in <= _DENSE_WIDTH
     settings = dict(layer=layer, k=k, tol=tol, which=which, max_steps=max_steps, seed=seed, block=block)  # noqa: C408
     store = None if folder is None else _Store(Path(folder), settings, (b.w_l, b.w_r, b.w_d, directions))
-    gram = None
+    norms2 = None
     parts = []
     for start in _progress(range(0, len(ids), block), f"vocab_eigs, layer {layer}", progress):
         part = store.load(start) if store else None
@@ -103,8 +103,9 @@ def vocab_eigs(
             if dense:
                 part = eig(b, rows, k, which, "full")
             else:
-                gram = b.gram("out") if gram is None else gram
-                part = krylov(b, rows, gram, k, which=which, tol=tol, max_steps=max_steps, seed=seed)
+                norms2 = squared_norms(b, directions) if norms2 is None else norms2
+                norms = norms2[start : start + block]
+                part = krylov(b, rows, norms, k, which=which, tol=tol, max_steps=max_steps, seed=seed)
             if store:
                 store.save(start, part)
         parts.append(part)
