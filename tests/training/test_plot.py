@@ -33,6 +33,10 @@ def test_panels_show_the_readings(result):
     figure = plot.comparison(result)
     assert trace(figure, "N0").x == (1000,)
     assert trace(figure, "N*").x[0] == pytest.approx(result.e1.detail["n_star"])
+    gap = trace(figure, "gap of the mean curves")
+    of_variant, of_base = (arm.curves(1000) for arm in (result.variant, result.base))
+    assert gap.x[-1] == 1000
+    np.testing.assert_allclose(gap.y, (of_variant[1].mean(0) - of_base[1].mean(0))[1:])
     point = trace(figure, "E1 matched schedule")
     assert point.y[0] == result.e1.value
     assert point.y[0] + point.error_y.array[0] == pytest.approx(result.e1.high)

@@ -132,7 +132,9 @@ def _window(result: Comparison) -> list[float]:
 
 
 def _gap(result: Comparison) -> go.Scatter | None:
-    (base_steps, base), (steps, variant) = (arm.curves(arm.horizons[-1]) for arm in (result.base, result.variant))
+    """Of the two horizons whose final losses are compared: one schedule for both arms where they share one."""
+    arms = zip((result.base, result.variant), result.final_steps)
+    (base_steps, base), (steps, variant) = (arm.curves(horizon) for arm, horizon in arms)
     common = np.intersect1d(base_steps[base_steps > 0], steps)
     if not common.size:
         return None
