@@ -256,6 +256,9 @@ def test_another_run_is_refused_with_what_differs(tmp_path):
     with pytest.raises(ValueError, match=r"steps: 20 -> 30; lr_head: 0.002 -> 0.1; model.d_hidden: 14 -> 10\. Choose"):
         quietly(other)
     assert json.loads((config.folder / "config.json").read_text())["steps"] == 20
+    (config.folder / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match="holds another run"):
+        quietly(other)
 
 
 @pytest.mark.user_error

@@ -52,7 +52,8 @@ def claim_folder(config: TrainConfig) -> None:
         ValueError: It holds another run; lists the fields that differ.
     """
     path = config.folder / "config.json"
-    if path.exists() and (config.folder / "metrics.jsonl").exists():
+    begun = any((config.folder / name).exists() for name in ("metrics.jsonl", "checkpoints"))
+    if begun and path.exists():
         old, new = load_config(path).to_dict(), config.to_dict()
         changed = [f"{k}: {old[k]} -> {new[k]}" for k in new if k not in OPERATIONAL | {"model"} and old[k] != new[k]]
         models = old["model"], new["model"]
