@@ -41,6 +41,8 @@ LOOK = r"""(async () => {
     s => s.getBoundingClientRect().height > 50 && s.querySelector("path, rect, image, circle"));
   for (let i = 0; i < 40 && !figures.every(drawn); i++) await new Promise(r => setTimeout(r, 50));
   await new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)));
+  for (const a of document.getAnimations())  // colours fade when the scheme changes: look at where they end
+    if (Number.isFinite(a.effect.getComputedTiming().endTime)) a.finish();
 
   const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
   const rgba = colour => {

@@ -8,9 +8,16 @@ from types import ModuleType, SimpleNamespace
 
 import plotly.graph_objects as go
 import pytest
+import torch
+from plotly.offline import get_plotlyjs
 
+from tests.interp.test_extraction import make
 from tnlm.interp import plot
+from tnlm.interp.reporting import report
 from tnlm.page import Page
+from tnlm.training.compare import Options, compare_arms
+from tnlm.training.plot import write_comparison_page
+from tnlm.training.runs import load_curves
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = '<!doctype html><html><head><link rel="icon" href="data:,"></head><body><p id="a">{}</p></body></html>'
@@ -56,11 +63,30 @@ def test_a_page_of_ours_has_no_fault(pages, chromium, tmp_path):
     assert light != dark
 
 
-def test_the_api_reference_is_readable_in_light_and_dark(pages, chromium, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    """``docs/build.py``; it needs the tools of the extra ``docs``."""
+    for name in ("pdoc", "markdown2"):
+        pytest.importorskip(name, reason='the docs tools are not installed: pip install -e ".[docs]"')
+    return load_script("docs/build")
+
+
+def test_report_comparison_and_notebooks_have_no_fault(pages, chromium, build, tmp_path):
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    (tmp_path / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
+    for path in notebooks:
+        build.write(tmp_path / f"{path.stem}.html", path.stem, "", build.notebook_body(path), script=True)
+    report(make(), tmp_path / "report.html", tokens=torch.randint(0, 11, (2, 8)), progress=False)
+    curves = ROOT / "tests" / "training" / "speedrun_curves.csv"
+    result = compare_arms(load_curves(curves, ["short"]), load_curves(curves, ["long"]), Options(draws=200))
+    write_comparison_page(result, tmp_path / "compare.html")
+    seen = pages.check(chromium, sorted(tmp_path.glob("*.html")), figures=1)
+    assert len(seen) == len(notebooks) + 2
+    assert {page.name: what.faults for page, what in seen.items() if what.faults} == {}
+
+
+def test_the_api_reference_is_readable_in_light_and_dark(pages, chromium, build, tmp_path, monkeypatch):
     """One module with decorators, strings, numbers and defaults stands for all."""
-    pytest.importorskip("pdoc", reason='the docs tools are not installed: pip install -e ".[docs]"')
-    pytest.importorskip("markdown2", reason='the docs tools are not installed: pip install -e ".[docs]"')
-    build = load_script("docs/build")
     monkeypatch.setattr(build.pkgutil, "walk_packages", lambda *_: [SimpleNamespace(name="tnlm.sampling")])
     build.api_reference(tmp_path)
     files = [tmp_path / "tnlm.html", tmp_path / "tnlm" / "sampling.html"]
@@ -80,6 +106,11 @@ def test_faults_are_seen(pages, chromium, tmp_path):
         "dark": (
             "<style>:root { color-scheme: light dark }</style><i style='color: #333'>night</i>",
             'contrast in dark 1.48: "night"',
+        ),
+        "fade": (
+            "<style>:root { color-scheme: light dark } i { color: light-dark(#000, #444); transition: color 9s }"
+            "</style><i>slowly</i>",
+            'contrast in dark 1.92: "slowly"',
         ),
         "veil": ("<i style='opacity: .3'>veiled</i>", 'contrast in light 2.11: "veiled"'),
         "svg": ("<svg><text y='20' fill='#eee'>pale</text></svg>", 'contrast in light 1.16: "pale"'),
