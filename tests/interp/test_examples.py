@@ -22,6 +22,9 @@ def test_top_examples_are_the_extremes_of_the_layer(pure):
     assert out[best.row, best.position].item() == pytest.approx(best.value, abs=1e-12)
     assert best.tokens == tuple(tokens[best.row, : best.position + 1].tolist())
     assert float(found.bounds.low) <= found.low[0].value <= found.high[0].value <= float(found.bounds.high)
+    assert found.usage[0] == pytest.approx(found.high[0].value / float(found.bounds.high))
+    assert found.usage[1] == pytest.approx(found.low[0].value / float(found.bounds.low))
+    assert max(found.usage) <= 1
     assert [e.value for e in found.high] == sorted((e.value for e in found.high), reverse=True)
 
 
