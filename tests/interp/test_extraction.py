@@ -10,6 +10,7 @@ from tnlm.config import ModelConfig
 from tnlm.interp.copying import pattern_table
 from tnlm.interp.extraction import extract
 from tnlm.points import record
+from tnlm.rotary import rotary_tables, rotate
 from tnlm.transformer import Transformer
 
 SIZES = {"d_vocab": 11, "n_layer": 3, "n_head": 3, "d_model": 30, "n_ctx": 13}
@@ -146,3 +147,36 @@ def test_queries_and_keys_of_layer_0_fold_into_tables_over_tokens(attention):
                 atol = 1e-6 if s else 1e-12  # the model's rotary tables are float32, and exact at position 0
                 torch.testing.assert_close(values, pattern[:, n, s, u], rtol=0, atol=atol)
     assert float(pattern.abs().max()) <= 1
+
+
+def test_a_whole_model_as_one_dense_tensor():
+    # one layer, two positions of width 2: the last logits are degree 10 in z = (1, x_0, x_1), 3 * 5**10 numbers
+    config = ModelConfig.pure(
+        d_vocab=3, n_layer=1, n_head=1, d_model=2, d_hidden=7, n_ctx=2, x0_mixing=False, value_residual=False
+    )
+    model = randomize(Transformer(config, dtype=torch.float64))
+    net, attn, eye = extract(model), model.blocks[0].attn, torch.eye(5, dtype=torch.float64)
+    tables = [t.double() for t in rotary_tables(2, 2, base=config.rotary_base, dtype=torch.float32)]
+    turned = {  # [d_model, position, d_qk]
+        name: rotate(getattr(attn, name).T[:, None, None].expand(-1, 2, -1, -1), *tables)[:, :, 0]
+        for name in ("w_q1", "w_k1", "w_q2", "w_k2")
+    }
+    one, at, ov = eye[0], (eye[1:3], eye[3:]), net.attention[0].head(0).ov().tensor()
+    after = torch.einsum("dz,a,b,c,e->dzabce", at[1], one, one, one, one)
+    for u in (0, 1):
+        first, second = (
+            at[1].T @ (turned[f"w_q{b}"][:, 1] @ turned[f"w_k{b}"][:, u].T / config.d_qk) @ at[u] for b in (1, 2)
+        )
+        after = after + torch.einsum("za,bc,de->dzabce", first, second, ov @ at[u])
+    after, constant = after.reshape(2, -1), torch.eye(5**5, dtype=torch.float64)[0]
+    mlp, w_u = net.mlp[0], net.unembed
+    dense = torch.einsum("oij,ia,jb->oab", mlp.tensor(), after, after) + after[:, :, None] * constant
+    dense[:, 0, 0] += 0 if mlp.bias is None else mlp.bias
+    dense = torch.einsum("vo,oab->vab", w_u, dense).detach()
+    assert dense.numel() == 3 * 5**10
+    for tokens in torch.cartesian_prod(torch.arange(3), torch.arange(3)):
+        z = torch.cat([torch.ones(1, dtype=torch.float64), net.x0[tokens].flatten()])
+        power = torch.einsum("a,b,c,d,e->abcde", z, z, z, z, z).flatten()
+        with torch.no_grad():
+            expected = model(tokens[None])[0, -1]
+        torch.testing.assert_close(dense @ power @ power, expected, rtol=1e-12, atol=1e-12)
