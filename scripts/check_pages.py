@@ -12,6 +12,7 @@ import base64
 import fcntl
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -33,6 +34,7 @@ OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND"
 ON_DISK = ("file", "data", "blob", "about")
 WIDTH, HEIGHT = 1100, 900
 SECONDS = 60
+REDIRECT = re.compile(r"""<meta http-equiv=["']?refresh["']? content=["']\d+; ?url=([^"']+)["']""")
 
 # Runs in the page. A figure is a `.figure` element; it is drawn once plotly's svg in it has an area.
 LOOK = r"""(async () => {
@@ -171,7 +173,9 @@ def browser(executable: str) -> Iterator[Browser]:
 
 
 def look(chromium: Browser, page: Path, *, figures: int = 0, screenshots: Path | None = None) -> Seen:
-    """Open one page and look at it in both colour schemes."""
+    """Open one page and look at it in both colour schemes; of one that only leads to another, its link is kept."""
+    if redirect := REDIRECT.search(page.read_text(encoding="utf-8")):
+        return Seen(figures=figures, links=[(page.parent / redirect[1]).as_uri()])
     target = chromium.call("Target.createTarget", url="about:blank")["targetId"]
     session = chromium.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
 

@@ -117,6 +117,10 @@ def test_faults_are_seen(pages, chromium, tmp_path):
         "figure": ("<div class='figure'></div>", "figure 1 of 1 is not drawn"),
         "wide": ("<div style='width: 1400px'>-</div>", "px wider than a window of 1100"),
         "link": ("<a href='nowhere.html'>there</a>", "link leads nowhere: nowhere.html"),
+        "redirect": (
+            '<meta http-equiv="refresh" content="0; url=./elsewhere.html"/>',
+            "link leads nowhere: elsewhere.html",
+        ),
         "section": ("<a href='good.html#b'>there</a>", "link leads nowhere: good.html#b"),
     }
     (tmp_path / "good.html").write_text(GOOD.format("words <a href='#a'>there</a>"))
