@@ -293,7 +293,7 @@ class Step:
         torch.manual_seed(0)
         self.model = Transformer(self.config, device=plan.device)
         for block in self.model.blocks:
-            block.compile(backend=plan.step_backend)
+            block.compile(backend=plan.step_backend, dynamic=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         vocabulary = self.config.d_vocab_used or self.config.d_vocab
         self.tokens = torch.randint(vocabulary, (plan.step_batch, self.config.n_ctx + 1), device=plan.device)

@@ -169,14 +169,19 @@ def test_layout_changes_no_bit(kind, implementation, view):
         assert torch.equal(a, b)
 
 
+@BOTH
 @EACH
-def test_an_expanded_batch_is_a_repeated_one(implementation):
-    tensors = [x.detach() for x in operands("bilinear", seq_q=130, batch=1, dtype=torch.float32)]
-    expanded = [x.expand(3, -1, -1, -1) for x in tensors]
-    out = FUNCTIONS["bilinear"](*expanded, implementation=implementation)
-    repeated = FUNCTIONS["bilinear"](*(x.contiguous() for x in expanded), implementation=implementation)
-    assert torch.equal(out, repeated)
-    assert out.is_contiguous()
+@pytest.mark.parametrize("axis", range(4))
+def test_an_expanded_axis_is_a_repeated_one(kind, implementation, axis):
+    packed = [x.detach() for x in operands(kind, seq_q=130, batch=2, d_v=4, dtype=torch.float32)]
+    expanded = [x.narrow(axis, 0, 1).expand_as(x) for x in packed]
+    grad = torch.ones(()).expand(expanded[-1].shape)
+    want = outputs_and_gradients(
+        kind, [x.contiguous() for x in expanded], grad.contiguous(), implementation=implementation
+    )
+    got = outputs_and_gradients(kind, expanded, grad, implementation=implementation)
+    assert all(map(torch.equal, got, want))
+    assert got[0].is_contiguous()
 
 
 @BOTH

@@ -48,6 +48,28 @@ def test_one_graph_and_changing_lengths(kind, implementation):
 
 
 @BOTH
+@pytest.mark.parametrize("implementation", ["chunked", "eager", "recurrent"])
+def test_layouts_inside_a_compiled_function(kind, implementation):
+    torch._dynamo.reset()
+    fused = torch.randn(2, 3, 140, 5, 4).requires_grad_()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(fused):
+        views = fused.transpose(1, 2)[:, 5:135].unbind(3)[: 5 if kind == "bilinear" else 3]
+        return FUNCTIONS[kind](*views, implementation=implementation)
+
+    out = attend(fused)
+    grad = torch.randn(out.shape[::-1]).permute(3, 2, 1, 0)
+    (gradient,) = torch.autograd.grad(out, fused, grad)
+    packed = [x.contiguous() for x in fused.detach().transpose(1, 2)[:, 5:135].unbind(3)]
+    packed = packed[: 5 if kind == "bilinear" else 3]
+    want = outputs_and_gradients(kind, packed, grad, implementation=implementation)
+    assert torch.equal(out, want[0])
+    views = gradient.transpose(1, 2)[:, 5:135].unbind(3)
+    torch.testing.assert_close(list(views[: len(packed)]), want[1:])
+
+
+@BOTH
 def test_recurrent_compiles_into_one_graph_per_length(kind):
     tensors = operands(kind, seq_q=5, dtype=torch.float32)
     torch._dynamo.reset()

@@ -3,6 +3,7 @@
 What it cannot show (registers, shared memory, races, tf32) is checked by ``tnlm.kernels.triton_compile`` and on a GPU.
 """
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -148,6 +149,32 @@ def test_symmetry_of_the_factors_and_squared_as_bilinear(other_tiles):
     squared = outputs_and_gradients("squared", [q1, k1, v], grad, **TRITON)
     out, dq1, dk1, dq2, dk2, dv = outputs_and_gradients("bilinear", [q1, k1, q1, k1, v], grad, **TRITON)
     torch.testing.assert_close(squared, [out, dq1 + dq2, dk1 + dk2, dv])
+
+
+@BOTH
+@pytest.mark.parametrize("other_tiles", [(16, 32)], indirect=True)
+def test_a_prefix_gives_the_prefix_of_the_output(kind, other_tiles):
+    tensors = [x.detach() for x in operands(kind, seq_q=50, batch=1, d_qk=16, d_v=16, dtype=torch.float32)]
+    out = FUNCTIONS[kind](*tensors, **TRITON)
+    for t in (1, 17, 33):
+        assert torch.equal(FUNCTIONS[kind](*(x[:, :t] for x in tensors), **TRITON), out[:, :t])
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_scores_are_summed_in_float32(kind, dtype, exact_bfloat16):
+    q = k = 4 * torch.ones(1, 1, 1, 64, dtype=dtype)  # one score of 1024
+    v = torch.ones(1, 1, 1, 1, dtype=dtype)
+    tensors = [q, k] * (2 if kind == "bilinear" else 1) + [v]
+    half = dtype == torch.float16
+    assert FUNCTIONS[kind](*tensors, **TRITON).item() == 1024**2 / 64**2
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert FUNCTIONS[kind](*tensors, scale=1.0, **TRITON).item() == (torch.inf if half else 1024**2)
+    q = k = torch.full((1, 1024, 1, 2), 10.0, dtype=dtype)  # 1024 scores of 200
+    tensors = [q[:, :1], k] * (2 if kind == "bilinear" else 1) + [torch.ones(1, 1024, 1, 1, dtype=dtype)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        out = FUNCTIONS[kind](*tensors, scale=1.0, **TRITON)
+    assert out.item() == (torch.inf if half else torch.tensor(40_960_000.0).to(dtype).item())
 
 
 @BOTH
