@@ -60,6 +60,16 @@ def test_flags_override_the_file_and_the_file_the_preset(tmp_path):
     assert Run(config=tmp_path / "named.json").resolve() == preset("tiny")
 
 
+def test_the_exact_recipe_takes_the_published_order(tmp_path):
+    """Of a preset that shuffles; a file that asks for both is refused."""
+    assert preset("nano").shuffle
+    config = Run(recipe="replication-exact").resolve()
+    assert (config.recipe, config.shuffle) == ("replication-exact", False)
+    (tmp_path / "c.json").write_text('{"shuffle": true}')
+    with pytest.raises(ValueError, match="published order, got shuffle=True, bos_align=False; set both to false"):
+        Run(config=tmp_path / "c.json", recipe="replication-exact").resolve()
+
+
 def test_flags_reach_the_model():
     run = Run(mlp="swiglu", attention="softmax", model=ModelFlags(d_model=192, n_layer=3))
     model = run.resolve().model

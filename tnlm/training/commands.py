@@ -100,6 +100,8 @@ class Run(Command):
         flags = {k: v for k, v in flags.items() if v is not None}
         if "batch" in flags and "micro_batch" not in flags:
             flags["micro_batch"] = min(config.micro_batch, flags["batch"])
+        if self.recipe == "replication-exact" and "shuffle" not in values:
+            flags["shuffle"] = False  # small presets shuffle; the published order does not
         return config.replace(**flags)
 
     def execute(self) -> dict[str, Any]:

@@ -162,7 +162,8 @@ class TrainConfig:
             )
         if self.recipe == "replication-exact" and (self.shuffle or self.bos_align):
             raise ValueError(
-                'recipe="replication-exact" reads the shards in the published order: no shuffle, bos_align'
+                'recipe="replication-exact" reads the shards in the published order, got '
+                f"shuffle={self.shuffle}, bos_align={self.bos_align}; set both to false in the --config file"
             )
 
     @property
