@@ -128,6 +128,14 @@ def api_reference(out: Path) -> None:
     style = ROOT / "docs" / "api"  # its custom.css adds to pdoc's own
     pdoc.render.configure(docformat="google", show_source=True, footer_text="tnlm", template_directory=style)
     pdoc.pdoc("tnlm", *modules, output_directory=out)
+    for page in out.rglob("*.html"):
+        page.write_text(without_dead_links(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def without_dead_links(body: str) -> str:
+    """pdoc links what a class inherits from torch to sections that it does not write: the words alone."""
+    ids = set(re.findall(r'id="([^"]+)"', body))
+    return re.sub(r'<a href="#([^"]+)">(.*?)</a>', lambda m: m[0] if m[1] in ids else m[2], body)
 
 
 if __name__ == "__main__":

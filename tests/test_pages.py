@@ -95,6 +95,11 @@ def test_the_api_reference_is_readable_in_light_and_dark(pages, chromium, build,
     assert (tmp_path / "sampling-dark.png").read_bytes() != (tmp_path / "sampling-light.png").read_bytes()
 
 
+def test_words_keep_only_links_that_lead_somewhere(build):
+    body = '<h2 id="a">A</h2><a href="#a">A</a> <a href="#b"><code>b</code></a> <a class="x" href="#b">#</a>'
+    assert build.without_dead_links(body) == body.replace('<a href="#b"><code>b</code></a>', "<code>b</code>")
+
+
 def test_faults_are_seen(pages, chromium, tmp_path):
     faults = {
         "console": ("<script>console.error('lost', 3)</script>", "console: lost 3"),
