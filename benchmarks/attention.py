@@ -376,7 +376,7 @@ def cpu_rows(repeats: int) -> Iterator[dict]:
     names += ["squared:eager", "squared:chunked"]
     for shape in CPU_SHAPES:
         yield from operator_rows(names, shape, "cpu", torch.float32, Processor(), repeats)
-    for name in ("sdpa:default", "einsum:published", "bilinear:chunked", "squared:chunked"):
+    for name in names:
         command = [sys.executable, __file__, "--memory", name]
         grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         about = {"shape": "B{} T{} H{} D{}".format(*CPU_SHAPES[0]), "dtype": "float32"}
@@ -511,6 +511,7 @@ def main() -> int:
         measured.append(row)
         print(json.dumps(about | row), flush=True)
         if folder:
+            folder.mkdir(parents=True, exist_ok=True)
             # A second run on the same day replaces the first.
             lines = "".join(json.dumps(about | row) + "\n" for row in measured)
             (folder / f"{about['date']}_attention_{hardware}.jsonl").write_text(lines)

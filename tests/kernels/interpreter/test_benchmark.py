@@ -34,8 +34,8 @@ MISSING = "huggingface_hub transformer_lens transformers plotly scipy jaxtyping 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """A dry run where only what the GPU run may need can be imported."""
-    folder = tmp_path_factory.mktemp("results")
-    script = folder / "bare.py"
+    folder = tmp_path_factory.mktemp("dry") / "results"
+    script = folder.parent / "bare.py"
     script.write_text(BARE)
     options = ["--dry", "--repeats", "1", "--commit", "c0ffee", "--out", str(folder)]
     done = subprocess.run(
