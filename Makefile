@@ -42,9 +42,9 @@ test: $(VENV)/.test
 	$(PYTEST) tests
 	$(PYTEST) tests/kernels/interpreter  # its own process: the interpreter must be on before Triton decorates a kernel
 
-test-typed: $(VENV)/.test  # core and interp once more, every annotated shape checked at run time
+test-typed: $(VENV)/.test  # once more but for the kernels, every annotated shape and type checked at run time
 	$(PYTEST) --jaxtyping-packages=tnlm,beartype.beartype -m "not user_error and not slow and not gpu and not network" \
-		--ignore=tests/test_notebooks.py tests/test_*.py tests/interp
+		--ignore=tests/test_notebooks.py tests/test_*.py tests/interp tests/training
 
 compile-kernels: $(VENV)/.test  # ahead of time, without a GPU
 	$(PY) -m tnlm.kernels.triton_compile $(KERNELS)
