@@ -31,6 +31,20 @@ def test_attention_shares_a_symmetric_range_and_blanks_the_future():
     assert [a.text for a in named.layout.annotations] == ["head 5 pattern", "head 3 pattern"]
 
 
+def test_attention_weighted_by_the_norms_of_values():
+    pattern, norms = torch.tensor([[[2.0, 0], [-1, 3]]]), torch.tensor([[10.0, 100.0]])
+    figure = plot.attention(pattern, value_norms=norms)
+    assert figure.data[1].z.tolist()[1] == [-10, 300]
+    assert figure.layout.annotations[1].text == "head 0 pattern x |v|"
+
+
+def test_logit_lens_shows_the_likeliest_token_and_its_probability():
+    logits = torch.tensor([[[0.0, 2.0, 0.0], [3.0, 0.0, 0.0]]]).log1p()
+    figure = plot.logit_lens(logits.bfloat16().requires_grad_(), ["a", "b", "c"], labels=["x", "x"])
+    assert [list(row) for row in figure.data[0].text] == [["b", "a"]]
+    assert figure.data[0].z.tolist()[0] == pytest.approx([3 / 5, 4 / 6], abs=0.01)
+
+
 def test_interaction_and_similarity_are_centred_at_zero():
     q = torch.randn(4, 4)
     heat = plot.interaction(q + q.T, labels=["x", "x", "y", "z"]).data[0]
@@ -73,6 +87,12 @@ def test_bad_input_is_refused():
         plot.attention(torch.zeros(1, 2, 2), [torch.zeros(1, 3, 3)])
     with pytest.raises(ValueError, match="heads must name each of the 1 heads, got 2"):
         plot.attention(torch.zeros(1, 2, 2), heads=[0, 1])
+    with pytest.raises(ValueError, match=r"value_norms must be \(n_head, seq_k\) = \(1, 2\), got \(1, 3\)"):
+        plot.attention(torch.zeros(1, 2, 2), value_norms=torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=r"names must have 4 entries, as logits \(2, 3, 4\), got 3"):
+        plot.logit_lens(torch.zeros(2, 3, 4), ["a", "b", "c"])
+    with pytest.raises(ValueError, match="probabilities must be finite"):
+        plot.logit_lens(torch.full((1, 1, 2), float("nan")), ["a", "b"])
     with pytest.raises(ValueError, match="a figure takes at most"):
         plot.interaction(torch.zeros(3000, 3000))
     with pytest.raises(ValueError, match="one value per entry"):

@@ -88,15 +88,18 @@ def attention(
     pattern: Tensor,
     factors: Sequence[Tensor] = (),
     *,
+    value_norms: Tensor | None = None,
     labels: Sequence[str] | None = None,
     heads: Sequence[int] | None = None,
     title: str = "Signed attention pattern",
 ) -> go.Figure:
-    """Small multiples, one row per head: the score factors, then the pattern; masked entries are blank.
+    """Small multiples, one row per head: score factors, pattern, what each key moves; masked entries are blank.
 
     Args:
         pattern: (n_head, seq_q, seq_k), signed.
         factors: Score factors of the same shape (``hook_attn_scores``, ``hook_attn_scores2``), or none.
+        value_norms: Norms of the values, (n_head, seq_k): adds ``pattern x |v|``, since a large weight on a small
+            value moves little (Kobayashi et al. 2020, arXiv:2004.10102).
         labels: One per position.
         heads: What to call the heads, 0, 1, ... by default.
     """
@@ -105,6 +108,12 @@ def attention(
         raise ValueError(f"factors must have the pattern's shape, got {[m.shape for m in maps]}")
     n_head, seq_q, seq_k = maps[-1].shape
     names = [f"factor {i + 1}" for i in range(len(factors))] + ["pattern"]
+    if value_norms is not None:
+        norms = _array("value_norms", value_norms, 2)
+        if norms.shape != (n_head, seq_k):
+            raise ValueError(f"value_norms must be (n_head, seq_k) = {(n_head, seq_k)}, got {norms.shape}")
+        maps.append(maps[-1] * norms[:, None])
+        names.append("pattern x |v|")
     if heads is not None and len(heads) != n_head:
         raise ValueError(f"heads must name each of the {n_head} heads, got {len(heads)}")
     titles = [f"head {n} {name}" for n in (range(n_head) if heads is None else heads) for name in names]
@@ -120,6 +129,48 @@ def attention(
     figure = _styled(figure, title, "of this run; rows are not normalised; range shared per column")
     figure.update_yaxes(autorange="reversed").update_yaxes(automargin=True, col=1)
     return figure.update_layout(height=170 + 240 * max(n_head, 1), margin_t=110)  # head titles under the subtitle
+
+
+def logit_lens(
+    logits: Tensor,
+    names: Sequence[str],
+    *,
+    layers: Sequence[str] | None = None,
+    labels: Sequence[str] | None = None,
+    title: str = "Logit lens",
+) -> go.Figure:
+    """The likeliest next token at every layer and position, coloured by its probability.
+
+    Args:
+        logits: (n_layer, seq, d_vocab), such as transformer-lens' ``logit_lens`` reads from a hooked run.
+        names: Text of each token id, d_vocab of them.
+        layers: One name per row, 0, 1, ... by default; the last is drawn on top.
+        labels: One per position, what was read there.
+    """
+    if logits.ndim != 3:
+        raise ValueError(f"logits must be (n_layer, seq, d_vocab), got shape {tuple(logits.shape)}")
+    sizes = {
+        "layers": (layers, logits.shape[0]),
+        "labels": (labels, logits.shape[1]),
+        "names": (names, logits.shape[2]),
+    }
+    for what, (given, size) in sizes.items():
+        if given is not None and len(given) != size:
+            raise ValueError(f"{what} must have {size} entries, as logits {tuple(logits.shape)}, got {len(given)}")
+    probability, best = logits.detach().float().softmax(-1).max(-1)
+    heat = go.Heatmap(
+        z=_array("probabilities", probability, 2).astype(np.float32),
+        text=[[names[i] for i in row] for row in best.tolist()],
+        texttemplate="%{text}",
+        hovertemplate="%{x}, %{y}: %{text}, probability %{z:.3f}<extra></extra>",
+        x=None if labels is None else _unique(labels),
+        y=None if layers is None else _unique(layers),
+        colorscale="Viridis",
+        zmin=0,
+        zmax=1,
+    )
+    figure = _styled(go.Figure(heat), title, "of this run; the last row is the model itself", x="position", y="layer")
+    return figure.update_layout(height=170 + 30 * logits.shape[0])
 
 
 def explanation(e: "Explanation", *, top: int = 20) -> go.Figure:
