@@ -12,6 +12,11 @@ import pytest
 from tests.kernels.interpreter import bfloat16
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # The interpreter of triton 3.6 makes numbers of arrays of one element (needs NumPy below 2.4).
+    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning")
+
+
 @pytest.fixture(scope="session")
 def exact_bfloat16() -> None:
     """The interpreter multiplies bit patterns of bfloat16 and truncates casts to it: mend both, or skip."""
