@@ -19,21 +19,26 @@ def rotary_tables(
     Angles are formed in float32 and the tables then rounded to ``dtype``, as the released models were trained (bf16).
     Forming the angles themselves in bf16 would be wrong by up to 2 in a cosine at position 1024.
     """
+    device = torch.get_default_device() if device is None else torch.device(device)
+    return _tables(seq, d, float(base), dtype, device, start)
+
+
+# an operator of its own: inlined, a compiler makes the cosines again for every element it rotates, and drops the
+# rounding to bf16 where a wider dtype follows
+@torch.library.custom_op("tnlm::rotary_tables", mutates_args=())
+def _tables(
+    seq: int, d: int, base: float, dtype: torch.dtype, device: torch.device, start: int
+) -> tuple[Tensor, Tensor]:
     frequency = base ** (-torch.arange(0, d, 2, dtype=torch.float32, device=device) / d)
     position = torch.arange(start, start + seq, dtype=torch.float32, device=device)
     angle = torch.outer(position, frequency)
-    return _round(angle.cos(), dtype), _round(angle.sin(), dtype)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def _round(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """``x.to(dtype)`` that stays rounded under torch.compile, whose fusion drops a cast to bf16 and back.
-
-    Rounding to nearest even on the bits of the float32 makes the cast that follows exact.
-    """
-    if dtype == torch.bfloat16:
-        bits = x.view(torch.int32)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
-    return x.to(dtype)
+@_tables.register_fake
+def _(seq: int, d: int, base: float, dtype: torch.dtype, device: torch.device, start: int) -> tuple[Tensor, Tensor]:
+    shape = (seq, (d + 1) // 2)
+    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
 
 
 def rotate(
