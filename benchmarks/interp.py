@@ -11,12 +11,10 @@ says so. Results are appended as JSON lines to benchmarks/results/.
 """
 
 import argparse
-import datetime
 import json
 import math
 import multiprocessing
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -28,6 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import record
 import torch
 
 import tnlm
@@ -290,13 +289,11 @@ def run_case(name: str, full: bool, trained: list[str]) -> dict:
     return {"case": name, **result, "peak_bytes": peak_bytes(), "peak_bytes_before": before}
 
 
-def hardware() -> str:
-    """Name of the processor, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+def measured(task: list[str], *, full: bool) -> str:
+    """The row of one case, from a process of its own: its peak memory is its own too."""
+    command = [sys.executable, __file__, *(["--full"] if full else []), "--inside", *task]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def main() -> int:
@@ -318,40 +315,23 @@ def main() -> int:
         print(json.dumps(run_case(args.inside, args.full, args.trained)))
         return 0
 
+    torch.set_num_threads(1)
     tests = [str(ROOT / f"tests/interp/test_{name}.py") for name in TESTS]
     if subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT, check=False).returncode:
         print("the tests of what is measured fail: no figures", file=sys.stderr)
         return 1
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    common = {
-        "commit": commit.strip(),
-        "command": " ".join(["python", "benchmarks/interp.py", *sys.argv[1:]]),
-        "hardware": hardware(),
-        "threads": 1,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+    facts = {
+        **record.about("interp"),
         "shape": {"d_model": D_MODEL, "d_hidden": D_HIDDEN, "d_vocab": D_VOCAB, "n_layer": N_LAYER},
         "dtype": "float32",
     }
-    label = "-".join(hardware().replace("(R)", "").replace("@", "").split())
-    path = ROOT / "benchmarks/results" / f"{datetime.date.today()}_interp_{label}.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    met = True
     with tempfile.TemporaryDirectory() as scratch:
         tasks: list[list[str]] = []
         for name in args.only:
             models = [trained_nano(Path(scratch)), *args.trained] if name == "eigs_trained" else []
             tasks += [[name, "--trained", str(model)] for model in models] or [[name]]
-        for task in tasks:
-            command = [sys.executable, __file__, *(["--full"] if args.full else []), "--inside", *task]
-            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            record = {**common, **json.loads(done.stdout)}
-            with path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            print(json.dumps(record, indent=2))
-            met = met and record["met"]
-    return 0 if met else 1
+        rows = (json.loads(measured(task, full=args.full)) for task in tasks)
+        return 0 if all(row["met"] for row in record.write(facts, rows)) else 1
 
 
 if __name__ == "__main__":

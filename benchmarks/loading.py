@@ -10,10 +10,8 @@ JSON lines to benchmarks/results/.
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,6 +20,7 @@ import threading
 import time
 from pathlib import Path
 
+import record
 import torch
 
 import tnlm
@@ -106,7 +105,7 @@ def owns_memory(folder: Path) -> bool:
 
 
 def run(*arguments: str) -> str:
-    command = [sys.executable, "-P", __file__, *arguments]
+    command = [sys.executable, __file__, *arguments]
     one_thread = {"OMP_NUM_THREADS": "1", **os.environ}
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=one_thread).stdout
 
@@ -140,27 +139,15 @@ def main() -> int:
         size = (folder / "pytorch_model.bin").stat().st_size
         owns = json.loads(run("--measure", "ownership", "--folder", str(folder)))
     records = [summary(how, times, peaks[how]) for how in HOWS]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    about = {
-        "benchmark": "loading",
-        "date": datetime.date.today().isoformat(),
-        "commit": commit,
-        "command": f"python benchmarks/loading.py --repeats {options.repeats}",
-        "hardware": f"{platform.machine()}, {os.cpu_count()} CPUs, {os.environ.get('OMP_NUM_THREADS', '1')} thread",
-        "torch": torch.__version__,
+    torch.set_num_threads(1)
+    facts = {
+        **record.about("loading"),
         "config": "released 18 layers, 9 heads, width 1152, bilinear/bilinear",
         "n_params": CONFIG.n_params,
         "file_bytes": size,
         "parameters_own_their_memory": owns,
     }
-    results = ROOT / "benchmarks/results"
-    results.mkdir(exist_ok=True)
-    name = f"{about['date']}_loading_{platform.machine()}-{os.cpu_count()}cpu.jsonl"
-    with (results / name).open("a") as file:
-        for record in records:
-            line = json.dumps({**about, **record})
-            file.write(line + "\n")
-            print(line)
+    record.write(facts, records)
     ours = next(r for r in records if r["how"] == "float32")
     good = ours["cpu_over_torch_load"] <= TIME_LIMIT and ours["memory_over_float32_model"] <= MEMORY_LIMIT and owns
     return 0 if good else 1
@@ -168,14 +155,14 @@ def main() -> int:
 
 def summary(how: str, times: dict[str, list[dict[str, float]]], peak: int) -> dict:
     """Medians and spreads. The ratio that counts is of CPU time, which a busy machine disturbs least."""
-    record: dict[str, object] = {"how": how, "repeats": len(times[how])}
+    row: dict[str, object] = {"how": how, "repeats": len(times[how])}
     for clock in ("cpu", "wall"):
         seconds, base = ([run[clock] for run in times[name]] for name in (how, "torch.load"))
-        record[f"{clock}_seconds"] = round(statistics.median(seconds), 3)
-        record[f"{clock}_spread"] = round(max(seconds) - min(seconds), 3)
-        record[f"{clock}_over_torch_load"] = round(statistics.median(seconds) / statistics.median(base), 3)
+        row[f"{clock}_seconds"] = round(statistics.median(seconds), 3)
+        row[f"{clock}_spread"] = round(max(seconds) - min(seconds), 3)
+        row[f"{clock}_over_torch_load"] = round(statistics.median(seconds) / statistics.median(base), 3)
     memory = {"peak_anonymous_bytes": peak, "memory_over_float32_model": round(peak / (4 * CONFIG.n_params), 3)}
-    return {**record, **memory}
+    return {**row, **memory}
 
 
 if __name__ == "__main__":
