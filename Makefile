@@ -40,7 +40,7 @@ demo: $(VENV)/.base
 
 test: $(VENV)/.test
 	$(PYTEST) tests
-	$(PYTEST) tests/kernels/interpreter  # its own process: the interpreter must be on before Triton decorates a kernel
+	$(PYTEST) --dist loadgroup tests/kernels/interpreter  # its own process: the interpreter must be on before Triton decorates a kernel
 
 test-typed: $(VENV)/.test  # once more but for the kernels, every annotated shape and type checked at run time
 	$(PYTEST) --jaxtyping-packages=tnlm,beartype.beartype -m "not user_error and not slow and not gpu and not network" \

@@ -14,6 +14,8 @@ import torch
 
 from benchmarks import attention
 
+# one worker: the dry run that most tests read takes half a minute
+pytestmark = pytest.mark.xdist_group("benchmark")
 ROOT = Path(attention.__file__).parents[1]
 BARE = """
 import runpy, sys
