@@ -13,10 +13,8 @@ In a copy of the repository without its history, give --commit.
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -50,6 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import record
 from tests.kernels.attention_cases import assert_contract, operands, random_grad
 from tnlm.kernels import bilinear_attention, squared_attention
 from tnlm.kernels.ops import causal_pairs
@@ -416,54 +414,6 @@ def triton_rows(plan: Plan, meter: Meter | None, repeats: int, seconds: float) -
         yield from operator_rows(names, shape, plan.device, plan.dtype, meter, repeats, within(60))
 
 
-def environment(device: str, commit: str | None) -> dict:
-    """What a figure means nothing without."""
-    about = {
-        "benchmark": "attention",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit or output("git", "-C", ROOT, "rev-parse", "HEAD"),
-        "command": " ".join(["python", "benchmarks/attention.py", *sys.argv[1:]]),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": version("triton"),
-    }
-    if device == "cpu":
-        threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
-        return about | {"hardware": f"{cpu_name()}, {capability}, {os.cpu_count()} CPUs, {threads} thread"}
-    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-    return about | {
-        "hardware": torch.cuda.get_device_name(),
-        "driver": driver[0],
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-    }
-
-
-def output(*command: object) -> str:
-    """What a command prints, "unknown" where it cannot."""
-    try:
-        done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
-
-
-def version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{platform.machine()} {names[0]}" if names else platform.machine()
-
-
 def verdict(rows: list[dict]) -> list[str]:
     """What a CPU run owes, from its own rows; empty when all of it holds."""
     shape = "B{} T{} H{} D{}".format(*CPU_SHAPES[0])
@@ -503,18 +453,14 @@ def main() -> int:
     else:
         gate("cpu", torch.float32, ((64, 64, 333), (64, 128, 129)), ["eager", "chunked"])
         rows = cpu_rows(options.repeats)
-    about = environment("cuda" if options.gpu else "cpu", options.commit)
-    hardware = about["hardware"].replace(" ", "-").replace(",", "") if options.gpu else platform.machine() + "-cpu"
-    folder = options.out or (None if options.dry else ROOT / "benchmarks/results")
+    about = record.about("attention", device="cuda" if options.gpu else "cpu", commit=options.commit)
+    path = None if options.dry and not options.out else record.path(about, options.out)
     measured = []
     for row in rows:
         measured.append(row)
         print(json.dumps(about | row), flush=True)
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-            # A second run on the same day replaces the first.
-            lines = "".join(json.dumps(about | row) + "\n" for row in measured)
-            (folder / f"{about['date']}_attention_{hardware}.jsonl").write_text(lines)
+        if path:  # a second run on the same day replaces the first
+            path.write_text("".join(json.dumps(about | row) + "\n" for row in measured))
     missed = [] if options.gpu or options.dry else verdict(measured)
     print("\n".join(missed), file=sys.stderr)
     return 1 if missed else 0

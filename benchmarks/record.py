@@ -1,4 +1,4 @@
-"""What a figure means nothing without, and the file it is written to."""
+"""What a figure means nothing without, and the file it is written to. Needs torch alone."""
 
 import datetime
 import json
@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -14,36 +15,66 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def about(benchmark: str) -> dict:
-    """Date, commit, command, hardware and versions of this run."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return {
+def about(benchmark: str, *, device: str = "cpu", commit: str | None = None) -> dict:
+    """Date, commit (that of the checkout by default), command, versions, and the hardware that was measured."""
+    facts = {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit or "unknown",
+        "commit": commit or output("git", "-C", ROOT, "rev-parse", "HEAD"),
         "command": " ".join(["python", f"benchmarks/{benchmark}.py", *sys.argv[1:]]),
-        "hardware": f"{processor()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} thread",
-        "torch": torch.__version__,
         "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
     }
+    if device == "cpu":
+        threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+        return facts | {"hardware": f"{processor()}, {capability}, {os.cpu_count()} CPUs, {threads} thread"}
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return facts | {
+        "hardware": torch.cuda.get_device_name(),
+        "driver": driver[0],
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def output(*command: object) -> str:
+    """What a command prints, "unknown" where it cannot."""
+    try:
+        done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def processor() -> str:
     """Name of the processor, as far as the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
 
+def path(facts: dict, folder: Path | None = None) -> Path:
+    """``DATE_NAME_HARDWARE.jsonl`` in ``folder``, which is made; ``benchmarks/results`` by default."""
+    folder = folder or ROOT / "benchmarks" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    hardware = "-".join(facts["hardware"].split(",")[0].replace("(R)", "").replace("@", "").split())
+    return folder / f"{facts['date']}_{facts['benchmark']}_{hardware}.jsonl"
+
+
 def write(facts: dict, rows: Iterable[dict]) -> list[dict]:
-    """Append each row, as it comes, with the facts to benchmarks/results/DATE_NAME_HARDWARE.jsonl; returns them."""
-    label = "-".join(facts["hardware"].split(",")[0].replace("(R)", "").replace("@", "").split())
-    path = ROOT / "benchmarks" / "results" / f"{facts['date']}_{facts['benchmark']}_{label}.jsonl"
-    path.parent.mkdir(exist_ok=True)
+    """Append each row, as it comes, with the facts to their file; returns them."""
     written = []
-    with path.open("a") as file:
+    with path(facts).open("a") as file:
         for row in rows:
             line = json.dumps({**facts, **row})
             print(line, flush=True)

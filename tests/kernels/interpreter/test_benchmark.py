@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import attention
+from benchmarks import attention, record
 
 # one worker: the dry run that most tests read takes half a minute
 pytestmark = pytest.mark.xdist_group("benchmark")
@@ -47,8 +47,8 @@ def rows(tmp_path_factory):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    (record,) = folder.glob("*_attention_*.jsonl")
-    assert record.read_text() == done.stdout
+    (written,) = folder.glob("*_attention_*.jsonl")
+    assert written.read_text() == done.stdout
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -204,8 +204,8 @@ def test_every_kernel_of_a_run_is_compiled_first():
 def test_the_environment_of_a_gpu_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
-    about = attention.environment("cuda", None)
+    about = record.about("attention", device="cuda")
     assert about["hardware"] == "NVIDIA H200"
     assert about.keys() >= {"commit", "driver", "cuda", "cudnn", "triton", "torch"}
-    assert attention.output("no-such-program") == "unknown"
-    assert attention.version("no-such-package") == "not installed"
+    assert record.output("no-such-program") == "unknown"
+    assert record.version("no-such-package") == "not installed"
