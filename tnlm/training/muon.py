@@ -58,18 +58,25 @@ def newton_schulz(
 def _iterate(x: Float[Tensor, "stack n m"], steps: int) -> Float[Tensor, "stack n m"]:
     """``P_steps ... P_1 x`` with ``P = a + b A + c A**2``, where A is the Gram matrix of what ``P`` acts on.
 
-    Only the first A is formed from x; the next is ``P A P``, for all of them commute. Each ``P`` is kept as ``a + q``,
-    and the product of the first k as ``a**k + product``, so that the large multiple of x is exact.
+    Only the first A is formed from x; the next is ``P A P``, for all of them commute.
     """
     a, b, c = COEFFICIENTS
     gram = x @ x.mT
-    product = q = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-    for k in range(1, steps):
-        half = torch.baddbmm(gram, q, gram, beta=a)
-        gram = torch.baddbmm(half, half, q, beta=a)
-        q = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        product = torch.baddbmm(torch.add(a * product, q, alpha=a**k), q, product)
-    return torch.baddbmm(x, product, x, beta=a**steps)
+    q = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    if steps == 1:
+        return torch.baddbmm(x, q, x, beta=a)
+    product = p = _plus_identity(q, a)
+    for _ in range(1, steps):
+        gram = p @ (gram @ p)
+        p = _plus_identity(torch.baddbmm(gram, gram, gram, beta=b, alpha=c), a)
+        product = p @ product
+    return product @ x
+
+
+def _plus_identity(q: Tensor, a: float) -> Tensor:
+    """``a + q``, in q."""
+    q.diagonal(dim1=-2, dim2=-1).add_(a)
+    return q
 
 
 @cache
@@ -150,17 +157,18 @@ class Muon(torch.optim.Optimizer):
         self._require_finite()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            directions = [self._momentum(p, group) for p in params]
             world, rank = (dist.get_world_size(self._group), dist.get_rank(self._group)) if self._shared else (1, 0)
             owner = balanced_owners([tuple(p.shape) for p in params], world)
             mine = [i for i in range(len(params)) if owner[i] == rank]
-            updates = self._orthogonalised([directions[i] for i in mine], group)
+            for i in set(range(len(params))).difference(mine):
+                self._advanced(params[i], group)
+            updates = self._orthogonalised([params[i] for i in mine], group)
             if world > 1:
                 updates = self._summed(dict(zip(mine, updates)), params, group)
             for p, update in zip(params, updates):
                 if group["weight_decay"]:
                     p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"])
+                p.add_(update, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
 
     def _require_finite(self) -> None:
         named = [
@@ -169,33 +177,46 @@ class Muon(torch.optim.Optimizer):
             for name, p in zip(self._names(group), group["params"])
             if p.grad is not None
         ]
-        if named and not torch.stack([grad.isfinite().all() for _, grad in named]).all():
-            bad = next(name for name, grad in named if not grad.isfinite().all())
-            raise FloatingPointError(f"gradient of {bad} is not finite; no parameter was changed")
+        if not named or torch.stack([grad.sum() for _, grad in named]).isfinite().all():
+            return
+        # the sum of finite numbers may overflow
+        bad = [name for name, grad in named if not grad.isfinite().all()]
+        if bad:
+            raise FloatingPointError(f"gradient of {bad[0]} is not finite; no parameter was changed")
 
-    def _momentum(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """Advance the buffer of ``p`` and return the direction to orthogonalise."""
+    def _advanced(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """The buffer, after ``buf <- mu buf + g``."""
+        assert p.grad is not None
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        assert p.grad is not None
-        buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(p.grad)
-        return p.grad.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
+        buffer = state["momentum_buffer"]
+        return torch.add(p.grad, buffer, alpha=group["momentum"], out=buffer)
 
-    def _orthogonalised(self, directions: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Newton-Schulz of each, those of one shape stacked, times ``sqrt(max(1, rows / cols))``."""
+    def _direction(self, p: Tensor, group: dict[str, Any], out: Tensor) -> None:
+        """Advance the buffer; what is then to orthogonalise, into ``out``."""
+        buffer = self._advanced(p, group)
+        assert p.grad is not None
+        if group["nesterov"]:
+            torch.add(p.grad, buffer, alpha=group["momentum"], out=out)
+        else:
+            out.copy_(buffer)
+
+    def _orthogonalised(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Newton-Schulz of each direction, those of one shape stacked."""
         by_shape: dict[tuple[int, int], list[int]] = {}
-        for i, direction in enumerate(directions):
-            by_shape.setdefault((direction.shape[0], direction.shape[1]), []).append(i)
+        for i, p in enumerate(params):
+            by_shape.setdefault((p.shape[0], p.shape[1]), []).append(i)
         updates: dict[int, Tensor] = {}
         for (rows, cols), indices in by_shape.items():
             size = max(1, _MAX_STACK // (rows * cols))
             for chunk in (indices[k : k + size] for k in range(0, len(indices), size)):
-                stack = torch.stack([directions[i] for i in chunk])
+                stack = params[chunk[0]].new_empty(len(chunk), rows, cols)
+                for i, out in zip(chunk, stack):
+                    self._direction(params[i], group, out)
                 dtype = _dtype(group["ns_dtype"], stack.device)
-                stack = newton_schulz(stack, steps=group["ns_steps"], dtype=dtype)
-                updates.update(zip(chunk, stack * max(1, rows / cols) ** 0.5))
-        return [updates[i] for i in range(len(directions))]
+                updates.update(zip(chunk, newton_schulz(stack, steps=group["ns_steps"], dtype=dtype)))
+        return [updates[i] for i in range(len(params))]
 
     def _summed(self, mine: dict[int, Tensor], params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """All updates on every rank: zeros but for one's own, in one flat buffer, summed (exactly) over the ranks."""
