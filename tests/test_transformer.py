@@ -211,7 +211,7 @@ def graphs(request):
 def test_compiles_without_a_graph_break(attention):
     model, tokens = build(tiny(attention=attention, n_layer=2), dtype=torch.float32), ids(2, 7)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("graphs")

@@ -16,7 +16,7 @@ from tnlm.mlp import linear
 from tnlm.network import Network
 from tnlm.norm import HALF, NoNorm, RMSNorm
 from tnlm.points import listened
-from tnlm.rotary import rotate
+from tnlm.rotary import rotate_each
 
 ROW_EPS = 1e-8
 """Added to the row sum of ``squared_normalized`` (loganriggs/modded-nanogpt at a1a8c1d)."""
@@ -109,7 +109,9 @@ class Attention(nn.Module):
             lamb = self.lamb.to(x.dtype)
             v = (1 - lamb) * v + lamb * v_first
         v = self.hook_v_mixed(v)
-        qk = [self._query_or_key(x, name, b, tables) for b in self.branches for name in ("q", "k")]
+        names = [(name, b) for b in self.branches for name in ("q", "k")]
+        rotated = rotate_each([self._query_or_key(x, name, b) for name, b in names], *tables)
+        qk = [getattr(self, f"hook_rot_{name}{_suffix(b)}")(t) for (name, b), t in zip(names, rotated, strict=True)]
         if cache is not None:
             z = cache.attend(self, qk, v)
         else:
@@ -175,15 +177,11 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "batch seq (n_head d) -> batch seq n_head d", n_head=self.n_head)
 
-    def _query_or_key(self, x: Tensor, name: str, branch: str, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def _query_or_key(self, x: Tensor, name: str, branch: str) -> Tensor:
+        """Projected and normed, not yet rotated."""
         suffix = _suffix(branch)
-        projected = linear(x, getattr(self, f"w_{name}{branch}"))
-        bias = getattr(self, f"b_{name}{branch}", None)
-        if bias is not None:
-            projected = projected + bias.to(x.dtype)
-        projected = getattr(self, f"hook_{name}{suffix}")(self._heads(projected))
-        normed = getattr(self, f"{name}{suffix}_norm")(projected)
-        return getattr(self, f"hook_rot_{name}{suffix}")(rotate(normed, *tables))
+        projected = linear(x, getattr(self, f"w_{name}{branch}"), getattr(self, f"b_{name}{branch}", None))
+        return getattr(self, f"{name}{suffix}_norm")(getattr(self, f"hook_{name}{suffix}")(self._heads(projected)))
 
     def _pattern(self, qk: list[Tensor]) -> Shaped[Tensor, "batch n_head seq_q seq_k"]:
         """The definition, with every named point: what the kernels compute without forming it."""

@@ -12,9 +12,11 @@ from tnlm.config import GATED_MLPS, MLPKind
 from tnlm.network import DEFAULT_MAX_BYTES, Network
 
 
-def linear(x: Shaped[Tensor, "... d_in"], w: Shaped[Tensor, "d_out d_in"]) -> Shaped[Tensor, "... d_out"]:
-    """``x w^T`` in ``x``'s dtype: float32 weights are cast to bf16 activations, as in the published training."""
-    return F.linear(x, w.to(x.dtype))
+def linear(
+    x: Shaped[Tensor, "... d_in"], w: Shaped[Tensor, "d_out d_in"], bias: Shaped[Tensor, " d_out"] | None = None
+) -> Shaped[Tensor, "... d_out"]:
+    """``x w^T + bias`` in ``x``'s dtype: float32 weights are cast to bf16 activations, as in the published training."""
+    return F.linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -79,8 +81,7 @@ class MLP(nn.Module):
         post = ACTIVATIONS[self.kind](self.hook_pre(linear(x, self.w_l)))
         if self.w_r is not None:
             post = post * self.hook_pre_linear(linear(x, self.w_r))
-        out = linear(self.hook_post(post), self.w_d)
-        return out if self.bias is None else out + self.bias.to(x.dtype)
+        return linear(self.hook_post(post), self.w_d, self.bias)
 
     def network(self) -> Network:
         """``mlp(x)`` as named tensors, five operands; exact.

@@ -1,8 +1,12 @@
 """Rotary position tables and their application. Tables are made for each forward: nothing is cached or saved."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
+
+from tnlm.kernels import pointwise
 
 
 def rotary_tables(
@@ -52,6 +56,22 @@ def rotate(
     and keys the scores depend on the distance alone under either. Computed in the wider of the two dtypes, returned in
     ``x``'s. Exact for the tables given.
     """
+    return rotate_each([x], cos, sin)[0]
+
+
+def rotate_each(
+    xs: Sequence[Shaped[Tensor, "batch seq n_head d"]],
+    cos: Float[Tensor, "seq half"],
+    sin: Float[Tensor, "seq half"],
+) -> Sequence[Shaped[Tensor, "batch seq n_head d"]]:
+    """:func:`rotate` of several tensors by the same tables."""
+    constant = not (cos.requires_grad or sin.requires_grad)
+    if constant and all(torch.promote_types(x.dtype, cos.dtype) == x.dtype and pointwise.fits(x) for x in xs):
+        return pointwise.rotations(xs, cos, sin)
+    return [_rotate(x, cos, sin) for x in xs]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None, :], sin[:, None, :]
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1).to(x.dtype)

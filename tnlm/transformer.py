@@ -147,10 +147,16 @@ class Transformer(nn.Module):
         self, tokens: Int[Tensor, "batch seq"], *, cache: Cache | None = None, last: bool = False
     ) -> Shaped[Tensor, "batch seq_out d_vocab"]:
         """Logits before the softcap: linear in the final residual given its norm, so the ones to attribute."""
+        return self.unembed(self.final_residual(tokens, cache=cache, last=last))
+
+    def final_residual(
+        self, tokens: Int[Tensor, "batch seq"], *, cache: Cache | None = None, last: bool = False
+    ) -> Shaped[Tensor, "batch seq_out d_model"]:
+        """What the unembedding reads: the last residual stream after its norm."""
         start = 0 if cache is None else cache.length
         self.check_tokens(tokens, start=start)
         x = self.run(self.embedding(tokens), start=start, cache=cache)
-        return self.unembed(self.ln_final(x[:, -1:] if last else x))
+        return self.ln_final(x[:, -1:] if last else x)
 
     def run_with_cache(self, tokens: Int[Tensor, "batch seq"], **options: Any) -> tuple[Any, Any]:
         """``(logits, cache)``: one forward and every activation by its name; see :meth:`tnlm.lens.HookedModel`."""

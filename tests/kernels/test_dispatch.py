@@ -14,9 +14,11 @@ BOTH = pytest.mark.parametrize("kind", FUNCTIONS)
 @pytest.mark.parametrize(
     "device, dtype, seq, d, capability, chosen",
     [
-        ("cpu", torch.float32, 192, 64, None, "eager"),
-        ("cpu", torch.float32, 193, 64, None, "chunked"),
-        ("cpu", torch.bfloat16, 257, 256, None, "chunked"),
+        ("cpu", torch.float32, 128, 64, None, "eager"),
+        ("cpu", torch.float32, 129, 64, None, "chunked"),
+        ("cpu", torch.float32, 97, 32, None, "chunked"),
+        ("cpu", torch.bfloat16, 320, 256, None, "eager"),
+        ("cpu", torch.bfloat16, 321, 256, None, "chunked"),
         ("cpu", torch.float64, 1024, 64, None, "eager"),
         ("cpu", torch.complex64, 1024, 64, None, "eager"),
         ("cuda", torch.bfloat16, 1, 64, (9, 0), "triton"),
@@ -27,7 +29,10 @@ BOTH = pytest.mark.parametrize("kind", FUNCTIONS)
 )
 def test_what_auto_chooses(device, dtype, seq, d, capability, chosen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert dispatch.choose(torch.device(device), dtype, seq_q=seq, d_qk=d, d_v=d) == chosen
+    sizes = {"seq_q": seq, "d_qk": d, "d_v": d, "scores": 2**18 + 1}
+    assert dispatch.choose(torch.device(device), dtype, **sizes) == chosen
+    if device == "cpu":
+        assert dispatch.choose(torch.device(device), dtype, **{**sizes, "scores": 2**18}) == "eager"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +47,7 @@ def test_the_slower_path_on_a_gpu_is_announced_once(d, capability, installed, re
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(dispatch, "TRITON_INSTALLED", installed)
     dispatch._notice.cache_clear()
-    gpu, sizes = torch.device("cuda"), {"seq_q": 1024, "d_qk": d, "d_v": d}
+    gpu, sizes = torch.device("cuda"), {"seq_q": 1024, "d_qk": d, "d_v": d, "scores": 2**30}
     with pytest.warns(RuntimeWarning, match=f"attention runs chunked: .*{reason}"):
         assert dispatch.choose(gpu, torch.bfloat16, **sizes) == "chunked"
     with warnings.catch_warnings():
@@ -53,10 +58,9 @@ def test_the_slower_path_on_a_gpu_is_announced_once(d, capability, installed, re
 @BOTH
 def test_auto_calls_what_it_chose(kind, monkeypatch):
     tensors = operands(kind, seq_q=300, dtype=torch.float32)
-    auto = FUNCTIONS[kind](*tensors)
-    assert torch.equal(auto, FUNCTIONS[kind](*tensors, implementation="chunked"))
-    short = [x[:, :192] for x in tensors]
-    assert torch.equal(FUNCTIONS[kind](*short), FUNCTIONS[kind](*short, implementation="eager"))
+    few, short = [x[:1, :, :2] for x in tensors], [x[:, :68] for x in tensors]
+    for given, implementation in ((tensors, "chunked"), (few, "eager"), (short, "eager")):
+        assert torch.equal(FUNCTIONS[kind](*given), FUNCTIONS[kind](*given, implementation=implementation))
 
 
 @pytest.mark.user_error

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.kernels.attention_cases import FUNCTIONS, SHAPES_CHECKED, operands, outputs_and_gradients
+from tests.kernels.attention_cases import FUNCTIONS, SHAPES_CHECKED, VIEWS, operands, outputs_and_gradients
 from tnlm.kernels import ops
 
 FORWARD = {"bilinear": ops.bilinear_fwd, "squared": ops.squared_fwd}
@@ -111,20 +111,29 @@ def test_meta_tensors_have_the_shape_and_no_memory(kind):
 
 
 @BOTH
-def test_gradients_are_contiguous_whatever_the_operands_are(kind):
-    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands(kind, seq_q=7)]
+@pytest.mark.parametrize("view", VIEWS)
+def test_layouts_of_results_do_not_follow_those_of_the_operands(kind, view):
+    tensors = [VIEWS[view](x.detach()) for x in operands(kind, seq_q=7)]
     out, *gradients = outputs_and_gradients(kind, tensors, implementation="chunked")
-    assert all(x.is_contiguous() for x in (out, *gradients))
+    assert out.is_contiguous()
+    assert all(x.transpose(1, 2).is_contiguous() for x in gradients)
     assert len({x.untyped_storage().data_ptr() for x in (out, *gradients)}) == 1 + len(tensors)
 
 
 @BOTH
-def test_double_backward_names_eager(kind):
-    tensors = operands(kind, seq_q=5)
-    out = FUNCTIONS[kind](*tensors, implementation="chunked")
-    (first,) = torch.autograd.grad(out.sum(), tensors[0], create_graph=True)
-    with pytest.raises(NotImplementedError, match='no double backward; use implementation="eager"'):
-        first.sum().backward()
+@pytest.mark.parametrize("causal", [True, False])
+def test_second_derivatives_are_those_of_the_definition(kind, causal):
+    tensors = operands(kind, seq_q=2, seq_k=3, batch=1, n_head=2, d_qk=2, d_v=1)
+    assert torch.autograd.gradgradcheck(
+        lambda *tensors: FUNCTIONS[kind](*tensors, causal=causal, implementation="chunked"), tensors
+    )
+    tensors[1].requires_grad_(False)
+    seconds = []
+    for implementation in ("chunked", "eager"):
+        out = FUNCTIONS[kind](*tensors, implementation=implementation)
+        (first,) = torch.autograd.grad(out.sin().sum(), tensors[0], create_graph=True)
+        seconds.append(torch.autograd.grad(first.sin().sum(), (tensors[0], tensors[2])))
+    torch.testing.assert_close(*seconds, rtol=1e-12, atol=1e-13)
 
 
 @BOTH

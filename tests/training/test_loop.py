@@ -1,5 +1,6 @@
 """The loop's parts: losses, accumulation, groups, validation, and what it refuses before the first step."""
 
+import copy
 import json
 import math
 import re
@@ -8,18 +9,25 @@ import pytest
 import torch
 
 import tnlm
+from tests.tiny_models import ATTENTIONS, build, ids, tiny
 from tests.training.small import VOCAB, small_config, write_data
 from tnlm.evaluate import cross_entropy
 from tnlm.tokenizer import get
 from tnlm.training import train
 from tnlm.training.data import TokenStream
 from tnlm.training.distributed import World
-from tnlm.training.loop import Trainer
+from tnlm.training.loop import MeanLoss, TokenLosses, Trainer
 from tnlm.training.metrics import read_metrics
 from tnlm.training.optim import Optimizers
 from tnlm.training.shards import find_shards
 from tnlm.training.start import build_model, cpu_threads
 from tnlm.training.tokenize import tokenize_files
+
+PLAINER = [
+    {"norm": "none", "qk_norm": False, "embedding_norm": False, "logit_softcap": None},
+    {"qk_bias": True, "logit_softcap": None},
+    {"x0_mixing": False, "value_residual": False, "mlp_bias": False},
+]
 
 
 def losses_of(config, steps: int = 6) -> list[float]:
@@ -51,6 +59,32 @@ def test_accumulation_does_not_change_the_batch(micro_batch, tmp_path):
     other = losses_of(config.replace(micro_batch=micro_batch, out=str(tmp_path / "other")))
     assert other == pytest.approx(expected, rel=1e-5)
     assert other[0] == pytest.approx(expected[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{"attention": kind} for kind in ATTENTIONS] + PLAINER, ids=str)
+def test_the_fast_step_has_the_gradients_of_the_plain_one(changes, monkeypatch):
+    """Closed forms, chunked attention and the loss by rows in float32, against the formulas in float64."""
+    model, tokens = build(tiny(n_layer=2, **changes), dtype=torch.float32), ids(3, 6)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    plain = copy.deepcopy(model).double()
+    model.set_implementation("chunked")
+    loss = MeanLoss(model)(inputs, targets)
+    loss.backward()
+    monkeypatch.setattr("tnlm.kernels.pointwise.fits", lambda x: False)
+    plain.set_implementation("eager")
+    want = torch.nn.functional.cross_entropy(plain(inputs).flatten(0, 1), targets.flatten())
+    want.backward()
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad.double() - q.grad).norm() <= 1e-5 * q.grad.norm() + 1e-7, name
+
+
+def test_the_loss_in_bfloat16_is_the_mean_of_the_token_losses():
+    model, tokens = build(tiny(n_layer=1), dtype=torch.float32), ids(2, 6)
+    model.compute_dtype = torch.bfloat16
+    loss = MeanLoss(model)(tokens[:, :-1], tokens[:, 1:])
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, TokenLosses(model)(tokens[:, :-1], tokens[:, 1:]).mean())
 
 
 @pytest.mark.parametrize("val_batch", [1, 3, 10])

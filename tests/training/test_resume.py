@@ -337,10 +337,10 @@ def test_another_precision_is_refused(tmp_path, monkeypatch):
 
 
 def test_divergence_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):
-    config = small_config(tmp_path)
+    config, nan = small_config(tmp_path), float("nan")
 
     def poison() -> None:
-        monkeypatch.setattr("tnlm.training.loop.token_losses", lambda logits, targets: logits.sum(-1) * float("nan"))
+        monkeypatch.setattr("tnlm.training.loop.MeanLoss.forward", lambda self, *_: self.model.unembed.w_u.sum() * nan)
 
     stop_at(monkeypatch, 10, poison)
     with pytest.raises(Diverged, match=r"the loss is nan at step 11; the last complete checkpoint is .*step_000008"):

@@ -67,17 +67,18 @@ def bilinear_backward(
 
     def block(g, q1, k1, q2, k2, v, dq1, dk1, dq2, dk2, dv) -> None:
         for rows, keys, mask_ in _blocks(q1.shape[1], v.shape[1], causal):
+            beta = _beta(rows, q1)
             g_rows = g[:, rows] * scale
             a = mask_(work.scores(0, g_rows, v[:, keys]))
             s1 = mask_(work.scores(1, q1[:, rows], k1[:, keys]))
             s2 = work.scores(2, q2[:, rows], k2[:, keys])
             p = torch.mul(s1, s2, out=work.tile(3, *s1.shape))
-            dv[:, keys].baddbmm_(p.mT, g_rows)
+            dv[:, keys].baddbmm_(p.mT, g_rows, beta=beta)
             ds1, ds2 = s2.mul_(a), s1.mul_(a)
             torch.bmm(ds1, k1[:, keys], out=dq1[:, rows])
             torch.bmm(ds2, k2[:, keys], out=dq2[:, rows])
-            dk1[:, keys].baddbmm_(ds1.mT, q1[:, rows])
-            dk2[:, keys].baddbmm_(ds2.mT, q2[:, rows])
+            dk1[:, keys].baddbmm_(ds1.mT, q1[:, rows], beta=beta)
+            dk2[:, keys].baddbmm_(ds2.mT, q2[:, rows], beta=beta)
 
     return _backward(block, work, grad, (q1, k1, q2, k2, v))
 
@@ -100,23 +101,27 @@ def squared_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool
 
     def block(g, q, k, v, dq, dk, dv) -> None:
         for rows, keys, mask_ in _blocks(q.shape[1], v.shape[1], causal):
+            beta = _beta(rows, q)
             g_rows = g[:, rows] * scale
             a = work.scores(0, g_rows, v[:, keys])
             s = mask_(work.scores(1, q[:, rows], k[:, keys]))
             p = torch.mul(s, s, out=work.tile(2, *s.shape))
-            dv[:, keys].baddbmm_(p.mT, g_rows)
+            dv[:, keys].baddbmm_(p.mT, g_rows, beta=beta)
             # dS = 2 A S; the factor goes onto the narrower operands.
             ds = s.mul_(a)
             torch.bmm(ds, 2 * k[:, keys], out=dq[:, rows])
-            dk[:, keys].baddbmm_(ds.mT, 2 * q[:, rows])
+            dk[:, keys].baddbmm_(ds.mT, 2 * q[:, rows], beta=beta)
 
     return _backward(block, work, grad, (q, k, v))
 
 
 def _blocks(seq_q: int, seq_k: int, causal: bool) -> Iterator[tuple[slice, slice, Callable[[Tensor], Tensor]]]:
-    """Rows of each query block, the keys it can see, and a function masking its scores in place."""
+    """Rows of each query block, the keys it can see, and a function masking its scores in place.
+
+    The last rows come first: they see every key.
+    """
     offset = seq_k - seq_q
-    for start in range(0, seq_q, CHUNK):
+    for start in reversed(range(0, seq_q, CHUNK)):
         stop = min(start + CHUNK, seq_q)
         if not causal:
             yield slice(start, stop), slice(0, seq_k), lambda scores: scores
@@ -131,6 +136,11 @@ def _blocks(seq_q: int, seq_k: int, causal: bool) -> Iterator[tuple[slice, slice
         yield slice(start, stop), slice(0, keys), mask_
 
 
+def _beta(rows: slice, q: Tensor) -> int:
+    """What the first block adds to, unset memory, counts for nothing."""
+    return 0 if rows.stop == q.shape[1] else 1
+
+
 def _forward(block: Callable[..., None], work: Workspace, operands: tuple[Tensor, ...], scale: float) -> Tensor:
     """Run ``block`` on groups of heads; it fills the output it is handed last, scaled here in one pass."""
     q, v = operands[0], operands[-1]
@@ -138,16 +148,17 @@ def _forward(block: Callable[..., None], work: Workspace, operands: tuple[Tensor
     out = packed[-1].new_empty(packed[0].shape[0], q.shape[1], v.shape[3])
     for group in work.groups(out.shape[0]):
         block(*(x[group] for x in packed), out[group])
-    return narrow(_heads_back(out.mul_(scale), v), v.dtype)
+    return narrow(_heads_back(out.mul_(scale), v).contiguous(), v.dtype)
 
 
 def _backward(
     block: Callable[..., None], work: Workspace, grad: Tensor, operands: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Run ``block`` on groups of heads; it writes every dQ row once and adds into zeroed dK and dV."""
+    """Run ``block`` on groups of heads; it writes every dQ row once, and all of dK and dV with the first rows."""
     v = operands[-1]
     packed = [_heads_first(x) for x in (grad, *operands)]
-    grads = [torch.zeros_like(x) for x in packed[1:]]
+    new = torch.empty_like if grad.shape[1] else torch.zeros_like
+    grads = [new(x) for x in packed[1:]]
     for group in work.groups(packed[0].shape[0]):
         block(*(x[group] for x in packed), *(x[group] for x in grads))
     return tuple(_heads_back(x, v).to(v.dtype) for x in grads)
@@ -159,5 +170,5 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _heads_back(x: Tensor, v: Tensor) -> Tensor:
-    """(batch * n_head, seq, d) to a packed (batch, seq, n_head, d)."""
-    return x.unflatten(0, (v.shape[0], v.shape[2])).transpose(1, 2).contiguous()
+    """(batch * n_head, seq, d) to a (batch, seq, n_head, d) in the same memory."""
+    return x.unflatten(0, (v.shape[0], v.shape[2])).transpose(1, 2)

@@ -9,16 +9,17 @@ from typing import Literal, get_args
 import torch
 from jaxtyping import Inexact
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from tnlm.kernels import eager, ops, recurrent, tiles
 from tnlm.kernels.precision import CASTABLE, autocast_active, without_autocast
+from tnlm.kernels.transforms import transformed
 
 Implementation = Literal["auto", "eager", "chunked", "recurrent", "triton"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
-EAGER_MAX_SEQ_Q = 192
-"""On a CPU, up to here "auto" takes eager: blocks of queries gain nothing yet (``docs/kernels.md``)."""
+EAGER_EXTRA_SEQ_Q, EAGER_SCORES = 64, 2**18
+"""On a CPU, "auto" takes eager up to ``d_qk`` and so many queries, or so many scores over batch and heads, which stay
+in cache: chunked gains nothing there (``docs/kernels.md``)."""
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
@@ -70,13 +71,13 @@ def squared_attention(
     return _run("squared", _settle({"q": q, "k": k, "v": v}), causal, scale, implementation)
 
 
-def choose(device: torch.device, dtype: torch.dtype, *, seq_q: int, d_qk: int, d_v: int) -> str:
+def choose(device: torch.device, dtype: torch.dtype, *, seq_q: int, d_qk: int, d_v: int, scores: int) -> str:
     """What "auto" runs; `recurrent` never, since its rounding differs.
 
     1. float64 and complex (and anything inside a ``torch.func`` transform or forward-mode AD; where a compiled
        function holds a transform other than ``jvp``, name "eager" yourself): eager
     2. CUDA or ROCm with triton and a row in `tnlm.kernels.tiles` for the GPU, dtype and widths: triton
-    3. other devices up to 192 queries: eager
+    3. other devices up to ``64 + d_qk`` queries, or up to ``2**18`` scores over batch and heads: eager
     4. everything else: chunked
     """
     if dtype not in CASTABLE:
@@ -88,7 +89,7 @@ def choose(device: torch.device, dtype: torch.dtype, *, seq_q: int, d_qk: int, d
         if not torch.compiler.is_compiling():
             _notice(f'attention runs chunked: implementation="triton" {reason}')
         return "chunked"
-    return "eager" if seq_q <= EAGER_MAX_SEQ_Q else "chunked"
+    return "eager" if seq_q <= EAGER_EXTRA_SEQ_Q + d_qk or scores <= EAGER_SCORES else "chunked"
 
 
 def _run(kind: str, operands: dict[str, Tensor], causal: bool, scale: float | None, implementation: str) -> Tensor:
@@ -98,8 +99,9 @@ def _run(kind: str, operands: dict[str, Tensor], causal: bool, scale: float | No
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if implementation == "auto":
-        sizes = {"seq_q": q.shape[1], "d_qk": q.shape[3], "d_v": v.shape[3]}
-        implementation = "eager" if _transformed(*operands.values()) else choose(v.device, v.dtype, **sizes)
+        scores = q.shape[0] * q.shape[2] * q.shape[1] * v.shape[1]
+        sizes = {"seq_q": q.shape[1], "d_qk": q.shape[3], "d_v": v.shape[3], "scores": scores}
+        implementation = "eager" if transformed(*operands.values()) else choose(v.device, v.dtype, **sizes)
     elif reason := _why_not(implementation, operands):
         raise ValueError(f'implementation="{implementation}" {reason}')
     scale = 1.0 / q.shape[3] ** 2 if scale is None else float(scale)
@@ -116,7 +118,7 @@ def _why_not(implementation: str, operands: dict[str, Tensor]) -> str | None:
     q, v = next(iter(operands.values())), operands["v"]
     if implementation in ("eager", "recurrent"):
         return None
-    if _transformed(*operands.values()):
+    if transformed(*operands.values()):
         return 'cannot run inside torch.func transforms or forward-mode AD; use "eager", or "auto"'
     if implementation == "triton":
         return _why_not_triton(v.device, v.dtype, q.shape[3], v.shape[3])
@@ -140,16 +142,6 @@ def _settle(operands: dict[str, Tensor]) -> dict[str, Tensor]:
         return operands
     dtype = torch.get_autocast_dtype(device)
     return {name: x.to(dtype) if x.dtype in CASTABLE else x for name, x in operands.items()}
-
-
-def _transformed(*tensors: Tensor) -> bool:
-    """True inside vmap, grad, jvp and the like: custom operators fail there or, worse, drop the tangent."""
-    if any(unpack_dual(x).tangent is not None for x in tensors):
-        return True
-    # What follows cannot be traced, and need not be: compiling a custom operator under vmap or grad is an error
-    if torch.compiler.is_compiling():
-        return False
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
 
 
 @cache

@@ -1,10 +1,11 @@
 """Chunked and Triton attention as PyTorch operators: fake kernels, autograd and FLOP counts.
 
 Two opaque operators per function, forward and backward, so that ``torch.compile(fullgraph=True)`` traces through
-them. Outputs are fresh and contiguous. PyTorch runs such operators under no ``torch.func`` transform, and these
-have no double backward; `tnlm.kernels.eager` has both.
+them. Outputs are fresh and contiguous, chunked gradients in memory heads first. PyTorch runs such operators under no
+``torch.func`` transform. A second derivative is that of `tnlm.kernels.eager`.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 from torch.utils.flop_counter import register_flop_formula
 
-from tnlm.kernels import chunked
+from tnlm.kernels import chunked, eager
 
 
 def _call(implementation: str, name: str, *args: object) -> Any:
@@ -68,7 +69,7 @@ def causal_pairs(seq_q: int, seq_k: int, causal: bool) -> int:
     return rows * seq_k - rows * (rows - 1) // 2
 
 
-def _register(forward: CustomOpDef, backward: CustomOpDef, n_factors: int) -> None:
+def _register(forward: CustomOpDef, backward: CustomOpDef, definition: Callable[..., Tensor], n_factors: int) -> None:
     """Fake kernels, autograd and FLOP formulas of one pair; operands are ``2 * n_factors`` tensors and v."""
     n_operands = 2 * n_factors + 1
 
@@ -79,23 +80,30 @@ def _register(forward: CustomOpDef, backward: CustomOpDef, n_factors: int) -> No
 
     @backward.register_fake
     def _(*args):
-        return tuple(x.new_empty(x.shape) for x in args[1 : 1 + n_operands])
+        operands, heads_first = args[1 : 1 + n_operands], args[-1] == "chunked"
+        return tuple(
+            x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) if heads_first else x.new_empty(x.shape)
+            for x in operands
+        )
 
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs[:n_operands])
         ctx.options = inputs[n_operands:]
 
     def differentiate(ctx, grad):
-        return *backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None
+        operands, (causal, scale, implementation) = ctx.saved_tensors, ctx.options
+        if torch.is_grad_enabled():
+            return *definition_gradient(grad, operands, causal, scale), None, None, None
+        return *backward(grad, *operands, causal, scale, implementation), None, None, None
+
+    def definition_gradient(grad, operands, causal, scale):
+        """By `eager`, so that it has derivatives itself."""
+        wanted = [x for x in operands if x.requires_grad]
+        out = definition(*operands, causal=causal, scale=scale)
+        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+        return tuple(next(found) if x.requires_grad else None for x in operands)
 
     forward.register_autograd(differentiate, setup_context=setup_context)
-
-    def refuse(ctx, *grads):
-        raise NotImplementedError(
-            'chunked and triton attention have no double backward; use implementation="eager", which has it'
-        )
-
-    backward.register_autograd(refuse)
 
     def flops(q_shape, v_shape, causal, qk_matmuls, v_matmuls):
         batch, seq_q, n_head, d_qk = q_shape
@@ -112,5 +120,5 @@ def _register(forward: CustomOpDef, backward: CustomOpDef, n_factors: int) -> No
         return flops(args[1], args[n_operands], args[n_operands + 1], 3 * n_factors, 2)
 
 
-_register(bilinear_fwd, bilinear_bwd, n_factors=2)
-_register(squared_fwd, squared_bwd, n_factors=1)
+_register(bilinear_fwd, bilinear_bwd, eager.bilinear, n_factors=2)
+_register(squared_fwd, squared_bwd, eager.squared, n_factors=1)

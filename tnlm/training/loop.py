@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tnlm
 from tnlm.evaluate import position_buckets, token_losses
+from tnlm.kernels import pointwise
+from tnlm.kernels.cross_entropy import unembedded_cross_entropy
 from tnlm.progress import announce
 from tnlm.training import checkpointing, metrics
 from tnlm.training.data import accumulation_steps, inputs_and_targets
@@ -31,8 +33,22 @@ from tnlm.training.start import build_model, choose_device, claim_folder, cpu_th
 from tnlm.transformer import Transformer
 
 
+class MeanLoss(nn.Module):
+    """What training descends: one graph to compile, and what DDP wraps."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
+        x, w_u = self.model.final_residual(inputs), self.model.unembed.w_u
+        if pointwise.fits(x) and w_u.dtype == x.dtype:
+            return unembedded_cross_entropy(x, w_u, targets, self.model.config.logit_softcap)
+        return token_losses(self.model.softcap(self.model.unembed(x)), targets).mean()
+
+
 class TokenLosses(nn.Module):
-    """The model with its loss: one graph to compile, and what DDP wraps."""
+    """What validation sums."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
@@ -92,12 +108,13 @@ class Trainer:
         self.model = build_model(config, mixed=self.mixed, initial=initial).to(self.device)
         self.model.set_implementation(config.implementation)  # type: ignore[arg-type]
         self.optimizers = Optimizers(self.model, config)
-        losses: nn.Module = TokenLosses(self.model)
-        self.losses = torch.compile(losses) if config.compile else losses
-        self.parallel: Any = self.losses
+        self.losses: Any = TokenLosses(self.model)
+        self.parallel: Any = MeanLoss(self.model)
+        if config.compile:
+            self.losses, self.parallel = torch.compile(self.losses), torch.compile(self.parallel)
         if self.world.size > 1:
             ids = [self.device.index] if self.device.type == "cuda" else None
-            self.parallel = DistributedDataParallel(self.losses, device_ids=ids, broadcast_buffers=False)
+            self.parallel = DistributedDataParallel(self.parallel, device_ids=ids, broadcast_buffers=False)
         self.step = 0
         self.signal = 0
         self.stop = False
@@ -120,7 +137,7 @@ class Trainer:
             inputs, targets = inputs_and_targets(micro_batch, self.device)
             last = j == len(windows) - 1
             with contextlib.nullcontext() if last or self.world.size == 1 else self.parallel.no_sync():
-                loss = self.parallel(inputs, targets).mean()
+                loss = self.parallel(inputs, targets)
                 (loss / len(windows)).backward()
             micro_losses.append(loss.detach())
         self.micro_losses = torch.stack(micro_losses)

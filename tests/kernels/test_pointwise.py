@@ -1,0 +1,177 @@
+"""RMS norm and rotation with written-out gradients, against their formulas in float64."""
+
+import pytest
+import torch
+
+from tests.kernels.attention_cases import SHAPES_CHECKED
+from tnlm.kernels import pointwise
+from tnlm.norm import RMSNorm
+from tnlm.rotary import rotary_tables, rotate
+
+EPS = 1e-3
+
+
+def norm_formula(x):
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def rotation_formula(x, cos, sin):
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+
+
+def tables(seq=5, d=6):
+    """Rounded to bf16: ``cos**2 + sin**2`` is not 1, so neither is the rotation orthogonal."""
+    return rotary_tables(seq, d, dtype=torch.bfloat16)
+
+
+def noise(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+OPERATIONS = {
+    "norm": (lambda x: pointwise.rms_norm(x, EPS), norm_formula),
+    "rotation": (lambda x: pointwise.rotations([x], *tables())[0], lambda x: rotation_formula(x, *tables())),
+    "rotated norm": (
+        lambda x: pointwise.rotations([pointwise.rms_norm(x, EPS)], *tables())[0],
+        lambda x: rotation_formula(norm_formula(x), *tables()),
+    ),
+}
+EACH = pytest.mark.parametrize("operation, formula", OPERATIONS.values(), ids=list(OPERATIONS))
+LAYOUTS = {
+    "packed": lambda x: x,
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "every other": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+}
+
+
+@EACH
+def test_first_and_second_derivatives(operation, formula):
+    x = noise(2, 5, 3, 6)
+    torch.testing.assert_close(operation(x), formula(x), rtol=1e-13, atol=1e-14)
+    assert torch.autograd.gradcheck(operation, x)
+    assert torch.autograd.gradgradcheck(operation, x)
+
+
+@EACH
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_is_that_of_the_formula_in_any_layout(operation, formula, layout):
+    x, grad = noise(2, 5, 3, 6), torch.randn(2, 5, 3, 6, dtype=torch.float64)
+    (want,) = torch.autograd.grad(formula(x), x, grad)
+    (got,) = torch.autograd.grad(operation(LAYOUTS[layout](x)), x, LAYOUTS[layout](grad))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+@EACH
+def test_float32_rounds_no_worse_than_the_formula(operation, formula):
+    wide, grad = noise(2, 5, 3, 6), torch.randn(2, 5, 3, 6, dtype=torch.float64)
+    x = wide.detach().float().requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    exact = [formula(wide), *torch.autograd.grad(formula(wide), wide, grad.float().double())]
+    errors = []
+    for function in (operation, formula):
+        found = [function(x), *torch.autograd.grad(function(x), x, grad.float())]
+        errors.append([(a.double() - b).norm() / b.norm() for a, b in zip(found, exact, strict=True)])
+    for ours, theirs in zip(*errors, strict=True):
+        assert ours < 2 * theirs + 1e-7
+
+
+def test_a_second_backward_finds_the_graph_as_it_was():
+    x = noise(2, 5, 3, 6)
+    out = OPERATIONS["rotated norm"][0](x)
+    first = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(out.sum(), x)[0])
+
+
+def test_rows_of_zeros_have_the_gradient_of_the_formula():
+    x = noise(2, 3, 4)
+    with torch.no_grad():
+        x[0, 1] = 0
+    weights = torch.randn(2, 3, 4, dtype=torch.float64)
+    for order in (1, 2):
+        found = []
+        for function in (lambda x: pointwise.rms_norm(x, EPS), norm_formula):
+            (g,) = torch.autograd.grad((function(x) * weights).sum(), x, create_graph=True)
+            found.append(g if order == 1 else torch.autograd.grad(g.square().sum(), x)[0])
+        torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+
+
+def test_rotations_lie_heads_first_in_memory():
+    outs = pointwise.rotations([noise(2, 5, 3, 6), noise(2, 5, 3, 6)], *tables())
+    assert all(out.shape == (2, 5, 3, 6) and out.transpose(1, 2).is_contiguous() for out in outs)
+
+
+class TestTheFormulaStandsInWhere:
+    """``fits`` is false; that the closed form would fail or be wrong there is why."""
+
+    @pytest.fixture(autouse=True)
+    def closed_forms_are_counted(self, monkeypatch):
+        self.calls = []
+        for name in ("rms_norm", "rotations"):
+            original = getattr(pointwise, name)
+            monkeypatch.setattr(
+                pointwise, name, lambda *a, original=original, **k: self.calls.append(1) or original(*a, **k)
+            )
+
+    def layer(self, x):
+        return rotate(RMSNorm(EPS)(x), *tables())
+
+    def test_nothing_is_special(self):
+        x = noise(2, 5, 3, 6, dtype=torch.float32)
+        torch.testing.assert_close(self.layer(x), rotation_formula(norm_formula(x), *tables()))
+        assert len(self.calls) == 2
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
+    def test_other_dtypes(self, dtype):
+        x = noise(2, 5, 3, 6).to(dtype)
+        torch.testing.assert_close(rotate(x, *tables()), rotation_formula(x, *tables()), rtol=1e-2, atol=1e-2)
+        assert not self.calls
+
+    def test_transforms(self):
+        x = noise(2, 5, 3, 6).detach()
+        total = lambda x: self.layer(x).sin().sum()  # noqa: E731
+        want = lambda x: rotation_formula(norm_formula(x), *tables()).sin().sum()  # noqa: E731
+        torch.testing.assert_close(torch.func.grad(total)(x), torch.func.grad(want)(x))
+        torch.testing.assert_close(torch.func.jvp(total, (x,), (x,))[1], torch.func.jvp(want, (x,), (x,))[1])
+        torch.testing.assert_close(torch.func.hessian(total)(x), torch.func.hessian(want)(x))
+        mapped = torch.vmap(self.layer)(torch.stack([x, 2 * x]))
+        torch.testing.assert_close(mapped[1], rotation_formula(norm_formula(2 * x), *tables()))
+        assert not self.calls
+
+    def test_dual_numbers(self):
+        x = noise(2, 5, 3, 6).detach()
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, x)
+            tangent = torch.autograd.forward_ad.unpack_dual(self.layer(dual)).tangent
+        assert tangent is not None
+        assert not self.calls
+
+    def test_autocast(self):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            self.layer(noise(2, 5, 3, 6, dtype=torch.float32))
+        assert not self.calls
+
+    @pytest.mark.skipif(SHAPES_CHECKED, reason="Dynamo cannot trace the runtime checks of shapes")
+    def test_compilers(self):
+        torch._dynamo.reset()
+        x = noise(2, 5, 3, 6, dtype=torch.float32)
+        compiled = torch.compile(lambda x: RMSNorm(EPS)(x), backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), norm_formula(x))
+        assert not self.calls
+
+    def test_tables_are_wider_or_take_a_gradient(self):
+        x = noise(2, 5, 3, 6, dtype=torch.float32)
+        wide = [t.double() for t in tables()]
+        torch.testing.assert_close(rotate(x, *wide), rotation_formula(x, *tables()))
+        learned = [t.float().requires_grad_() for t in tables()]
+        grads = torch.autograd.grad(rotate(x, *learned).square().sum(), learned)
+        assert all(g.norm() > 0 for g in grads)
+        assert not self.calls
+
+    def test_somebody_listens_and_may_write_in_place(self):
+        norm, x = RMSNorm(EPS), noise(2, 5, 6)
+        norm.hook_normalized.register_forward_hook(lambda _m, _i, out: out.mul_(2))
+        (got,) = torch.autograd.grad(norm(x).sum(), x)
+        torch.testing.assert_close(got, torch.autograd.grad(2 * norm_formula(x).sum(), x)[0])
+        assert not self.calls
