@@ -24,7 +24,7 @@ def unembedded_cross_entropy(
     """Mean of ``-log softmax(softcap(w_u x))[target]`` in nats; ``softcap(z) = cap tanh(z / cap)``, z without a cap.
 
     Forward forms the gradients of x and w_u along with the loss, so that ``2 * 128 * d_vocab`` numbers stand in for
-    about five times the logits of the batch, and backward only scales them. Agrees with autograd, to any order, up to
+    about four times the logits of the batch, and backward only scales them. Agrees with autograd, to any order, up to
     rounding. For float32 and float64, where :func:`tnlm.kernels.pointwise.fits` holds.
     """
     return _UnembeddedCrossEntropy.apply(x, w_u, targets, cap)
