@@ -69,9 +69,13 @@ def to_text(config: TrainConfig, facts: dict[str, Any]) -> str:
 
 
 def _activation_bytes(config: TrainConfig, size: int) -> int:
-    """Kept for backward, per token: norms, mixing and projections of each block, and the logits."""
-    model = config.model
-    attention = 0 if model.attention == "none" else 4 * model.d_model + 6 * model.n_qk * model.n_head * model.d_qk
-    mlp = (4 if model.mlp_gated else 3) * model.d_hidden
-    block = size * (8 * model.d_model + attention + mlp)
-    return model.n_layer * block + model.d_vocab * (2 * size + 4)
+    """Kept for backward, per token: norms, mixing and projections of each block; in half precision the logits too.
+
+    In float32 the closed gradients of ``tnlm.kernels`` keep less, and the loss keeps no logits.
+    """
+    model, half = config.model, size == 2
+    stream, projections, hidden = (12, 6, 3) if half else (6.5, 4, 2)
+    attention = projections * model.n_qk * model.n_head * model.d_qk  # type: ignore[operator]
+    hidden += model.mlp_gated + (model.mlp not in ("bilinear", "squared") and not half)
+    block = stream * model.d_model + attention * (model.attention != "none") + hidden * model.d_hidden
+    return int(size * model.n_layer * block) + (model.d_vocab * 2 * (size + 2) if half else 0)
