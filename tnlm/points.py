@@ -12,14 +12,19 @@ from torch import Tensor, nn
 M = TypeVar("M", bound=nn.Module)
 
 
+def hooked(*modules: nn.Module) -> bool:
+    """Whether a hook of any kind is registered on one of the modules."""
+    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
+
+
 def listened(*points: nn.Module) -> bool:
-    """Whether a hook of any kind is registered on one of the points.
+    """Whether a hook of any kind is registered on one of the points, or another module stands in its place.
 
     A quantity that the fast path never forms (a pattern, a per-head result) is computed only when this holds, so that
     a point which is present always fires. In a compiled graph that means hooks registered before it was compiled;
     torch ignores later ones.
     """
-    return any(p._forward_hooks or p._forward_pre_hooks or p._backward_hooks or p._backward_pre_hooks for p in points)
+    return hooked(*points) or any(type(p) is not nn.Identity for p in points)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tnlm.kernels import cross_entropy
 from tnlm.kernels.cross_entropy import unembedded_cross_entropy
@@ -101,3 +102,34 @@ def test_a_target_beyond_the_vocabulary_is_an_error():
     targets[1, 2] = 11
     with pytest.raises(RuntimeError, match="out of bounds"):
         unembedded_cross_entropy(x, w_u, targets, 2.0)
+
+
+def test_operands_that_depend_on_each_other_are_not_counted_twice():
+    w_u, targets = operands()[1], torch.randint(0, 11, (4,))
+    found = []
+    for loss in (unembedded_cross_entropy, formula):
+        (first,) = torch.autograd.grad(loss(w_u[:4].sin(), w_u, targets, 2.0), w_u, create_graph=True)
+        found.append((first, torch.autograd.grad(first.square().sum(), w_u)[0]))
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_under_checkpointing(use_reentrant):
+    x, w_u, targets = operands()
+    loss = checkpoint(unembedded_cross_entropy, x, w_u, targets, 2.0, use_reentrant=use_reentrant)
+    want = torch.autograd.grad(formula(x, w_u, targets, 2.0), (x, w_u))
+    loss.backward()
+    torch.testing.assert_close((x.grad, w_u.grad), want)
+
+
+def test_gradients_are_formed_only_where_they_are_wanted(monkeypatch):
+    formed = []
+    addmm_ = torch.Tensor.addmm_
+    monkeypatch.setattr(torch.Tensor, "addmm_", lambda self, *a: formed.append(self.shape) or addmm_(self, *a))
+    x, w_u, targets = operands()
+    unembedded_cross_entropy(x, w_u.detach(), targets, 2.0)
+    with torch.no_grad():
+        unembedded_cross_entropy(x, w_u, targets, 2.0)
+    assert not formed
+    unembedded_cross_entropy(x, w_u, targets, 2.0)
+    assert formed == [(11, 7)]

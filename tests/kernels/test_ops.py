@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kernels.attention_cases import FUNCTIONS, SHAPES_CHECKED, VIEWS, operands, outputs_and_gradients
-from tnlm.kernels import ops
+from tnlm.kernels import bilinear_attention, ops, squared_attention
 
 FORWARD = {"bilinear": ops.bilinear_fwd, "squared": ops.squared_fwd}
 BACKWARD = {"bilinear": ops.bilinear_bwd, "squared": ops.squared_bwd}
@@ -134,6 +134,24 @@ def test_second_derivatives_are_those_of_the_definition(kind, causal):
         (first,) = torch.autograd.grad(out.sin().sum(), tensors[0], create_graph=True)
         seconds.append(torch.autograd.grad(first.sin().sum(), (tensors[0], tensors[2])))
     torch.testing.assert_close(*seconds, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        lambda x, v, how: squared_attention(x, x, v, implementation=how),
+        lambda x, v, how: squared_attention(x, 2 * x, v, implementation=how),
+        lambda x, v, how: bilinear_attention(x, x.sin(), x, 3 * x, v, implementation=how),
+    ],
+)
+def test_operands_that_depend_on_each_other_are_not_counted_twice(attend):
+    """``create_graph`` takes the gradient of the definition, once per operand and not along with what it came from."""
+    x, _, v = operands("squared", seq_q=5)
+    found = []
+    for how in ("chunked", "eager"):
+        (first,) = torch.autograd.grad(attend(x, v, how).sin().sum(), x, create_graph=True)
+        found.append((first, *torch.autograd.grad(first.sin().sum(), (x, v))))
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
 
 
 @BOTH

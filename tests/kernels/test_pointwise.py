@@ -139,6 +139,12 @@ class TestTheFormulaStandsInWhere:
         torch.testing.assert_close(mapped[1], rotation_formula(norm_formula(2 * x), *tables()))
         assert not self.calls
 
+    def test_transforms_of_something_else(self):
+        x, scales = noise(2, 5, 3, 6).detach(), torch.tensor([1.0, 3.0], dtype=torch.float64)
+        mapped = torch.vmap(lambda scale: self.layer(x).sum() * scale)(scales)
+        torch.testing.assert_close(mapped, self.layer(x).sum() * scales)
+        assert len(self.calls) == 2  # of the second call alone
+
     def test_dual_numbers(self):
         x = noise(2, 5, 3, 6).detach()
         with torch.autograd.forward_ad.dual_level():
@@ -175,3 +181,33 @@ class TestTheFormulaStandsInWhere:
         (got,) = torch.autograd.grad(norm(x).sum(), x)
         torch.testing.assert_close(got, torch.autograd.grad(2 * norm_formula(x).sum(), x)[0])
         assert not self.calls
+
+    def test_another_module_stands_in_place_of_a_point(self):
+        norm, x = RMSNorm(EPS), noise(2, 5, 6)
+        norm.hook_scale = torch.nn.Softplus()
+        assert (norm(x) - norm_formula(x)).norm() > 0.1
+        assert not self.calls
+
+
+def test_results_may_be_edited_in_place():
+    """As hooks downstream of a norm or a rotation do."""
+    x = noise(2, 5, 3, 6)
+    y = pointwise.rms_norm(x, EPS)
+    y.mul_(2)
+    z = pointwise.rotations([y, x], *tables())[0]
+    z[:, 2] = 0
+    want = rotation_formula(2 * norm_formula(x), *tables())
+    keep = torch.ones(5, 1, 1, dtype=torch.float64)
+    keep[2] = 0
+    torch.testing.assert_close(z, want * keep)
+    grads = (torch.autograd.grad(out.sin().sum(), x)[0] for out in (z, want * keep))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("leading", [(), (2,), (2, 5, 4)])
+def test_any_leading_axes(leading):
+    """Sizes that coincide with seq included."""
+    x = noise(*leading, 5, 5, 6)
+    torch.testing.assert_close(rotate(x, *tables()), rotation_formula(x, *tables()))
+    grads = (torch.autograd.grad(f(x, *tables()).sin().sum(), x)[0] for f in (rotate, rotation_formula))
+    torch.testing.assert_close(*grads)

@@ -79,6 +79,26 @@ def test_the_fast_step_has_the_gradients_of_the_plain_one(changes, monkeypatch):
         assert (p.grad.double() - q.grad).norm() <= 1e-5 * q.grad.norm() + 1e-7, name
 
 
+@pytest.mark.parametrize("module", ["", "unembed"])
+def test_hooks_on_the_logits_reach_the_loss(module):
+    model, tokens = build(tiny(n_layer=1), dtype=torch.float32), ids(2, 6)
+    plain = MeanLoss(model)(tokens[:, :-1], tokens[:, 1:])
+    model.get_submodule(module).register_forward_hook(lambda _m, _i, out: out * 0)
+    loss = MeanLoss(model)(tokens[:, :-1], tokens[:, 1:])
+    assert loss.item() == pytest.approx(math.log(13), abs=1e-6)
+    assert abs(plain.item() - loss.item()) > 0.1
+
+
+def test_tied_weights_have_one_gradient():
+    model, tokens = build(tiny(n_layer=1)), ids(2, 6)
+    model.unembed.w_u = model.embed.w_e
+    loss = MeanLoss(model)(tokens[:, :-1], tokens[:, 1:])
+    (want,) = torch.autograd.grad(TokenLosses(model)(tokens[:, :-1], tokens[:, 1:]).mean(), model.embed.w_e)
+    for create_graph in (True, False):
+        (got,) = torch.autograd.grad(loss, model.embed.w_e, create_graph=create_graph, retain_graph=True)
+        torch.testing.assert_close(got, want)
+
+
 def test_the_loss_in_bfloat16_is_the_mean_of_the_token_losses():
     model, tokens = build(tiny(n_layer=1), dtype=torch.float32), ids(2, 6)
     model.compute_dtype = torch.bfloat16

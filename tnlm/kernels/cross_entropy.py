@@ -8,6 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import Function
 
+from tnlm.kernels.transforms import partial_gradients
+
 MIN_ROWS = 128
 """Fewer would leave a matmul idle."""
 LOGITS = {"cpu": 2**17}
@@ -23,19 +25,20 @@ def unembedded_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Mean of ``-log softmax(softcap(w_u x))[target]`` in nats; ``softcap(z) = cap tanh(z / cap)``, z without a cap.
 
-    Forward forms the gradients of x and w_u along with the loss, so that ``2 * 128 * d_vocab`` numbers stand in for
-    about four times the logits of the batch, and backward only scales them. Agrees with autograd, to any order, up to
-    rounding. For float32 and float64, where :func:`tnlm.kernels.pointwise.fits` holds.
+    Forward forms the gradients of x and w_u along with the loss, and backward only scales them: the logits of 128 or
+    more rows, twice, and the gradient of w_u stand in for about four times the logits of the batch. Agrees with
+    autograd, to any order, up to rounding. For float32 and float64, where :func:`tnlm.kernels.pointwise.fits` holds for
+    x and w_u.
     """
-    return _UnembeddedCrossEntropy.apply(x, w_u, targets, cap)
+    return _UnembeddedCrossEntropy.apply(x, w_u, targets, cap, torch.is_grad_enabled())
 
 
 class _UnembeddedCrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_u: Tensor, targets: Tensor, cap: float | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w_u: Tensor, targets: Tensor, cap: float | None, grad_enabled: bool) -> Tensor:
         rows, ids = x.flatten(0, -2), targets.reshape(-1, 1)
-        wanted = any(ctx.needs_input_grad)
-        d_rows, d_w = torch.empty_like(rows), torch.zeros_like(w_u)
+        d_rows = torch.empty_like(rows) if grad_enabled and ctx.needs_input_grad[0] else None
+        d_w = torch.zeros_like(w_u) if grad_enabled and ctx.needs_input_grad[1] else None
         losses = rows.new_empty(ids.shape)
         for part, logits, p in _parts(rows, w_u):
             torch.mm(rows[part], w_u.mT, out=logits)
@@ -45,26 +48,28 @@ class _UnembeddedCrossEntropy(Function):
             largest = logits.amax(-1, keepdim=True)
             total = torch.sub(logits, largest, out=p).mul_(scale).exp_().sum(-1, keepdim=True)
             losses[part] = total.log().add_(largest - logits.gather(-1, ids[part]), alpha=scale)
-            if not wanted:
+            if d_rows is None and d_w is None:
                 continue
             p.mul_(total.mul_(ids.shape[0]).reciprocal_())
             p.scatter_add_(-1, ids[part], p.new_full((1, 1), -1 / ids.shape[0]).expand_as(ids[part]))
             if cap is not None:
                 p.mul_(logits.square_().neg_().add_(1))
-            torch.mm(p, w_u, out=d_rows[part])
-            d_w.addmm_(p.mT, rows[part])
-        ctx.save_for_backward(x, w_u, targets, d_rows.view_as(x), d_w)
+            if d_rows is not None:
+                torch.mm(p, w_u, out=d_rows[part])
+            if d_w is not None:
+                d_w.addmm_(p.mT, rows[part])
+        ctx.save_for_backward(x, w_u, targets, None if d_rows is None else d_rows.view_as(x), d_w)
         ctx.cap = cap
         return losses.mean()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w_u, targets, d_x, d_w = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return d_x * grad, d_w * grad, None, None
-        inputs = [t for t in (x, w_u) if t.requires_grad]  # a second derivative is wanted: that of the formula
-        found = iter(torch.autograd.grad(_formula(x, w_u, targets, ctx.cap), inputs, grad, create_graph=True))
-        return *(next(found) if t.requires_grad else None for t in (x, w_u)), None, None
+        x, w_u, targets, *gradients = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is wanted: that of the formula
+            found = partial_gradients(lambda x, w_u: _formula(x, w_u, targets, ctx.cap), (x, w_u), grad)
+        else:
+            found = tuple(None if d is None else d * grad for d in gradients)
+        return *found, None, None, None
 
 
 def _formula(x: Tensor, w_u: Tensor, targets: Tensor, cap: float | None) -> Tensor:

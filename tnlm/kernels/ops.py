@@ -15,6 +15,7 @@ from torch.library import CustomOpDef
 from torch.utils.flop_counter import register_flop_formula
 
 from tnlm.kernels import chunked, eager
+from tnlm.kernels.transforms import partial_gradients
 
 
 def _call(implementation: str, name: str, *args: object) -> Any:
@@ -98,10 +99,7 @@ def _register(forward: CustomOpDef, backward: CustomOpDef, definition: Callable[
 
     def definition_gradient(grad, operands, causal, scale):
         """By `eager`, so that it has derivatives itself."""
-        wanted = [x for x in operands if x.requires_grad]
-        out = definition(*operands, causal=causal, scale=scale)
-        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-        return tuple(next(found) if x.requires_grad else None for x in operands)
+        return partial_gradients(lambda *xs: definition(*xs, causal=causal, scale=scale), operands, grad)
 
     forward.register_autograd(differentiate, setup_context=setup_context)
 

@@ -22,6 +22,7 @@ def fits(x: Tensor) -> bool:
     return (
         x.dtype in (torch.float32, torch.float64)
         and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
         and not autocast_active(x.device.type)
         and not transformed(x)
     )
@@ -33,45 +34,50 @@ def rms_norm(x: Float[Tensor, "... d"], eps: float) -> Float[Tensor, "... d"]:
 
 
 def rotations(
-    xs: Sequence[Float[Tensor, "batch seq n_head d"]],
+    xs: Sequence[Float[Tensor, "*batch seq n_head d"]],
     cos: Float[Tensor, "seq half"],
     sin: Float[Tensor, "seq half"],
-) -> tuple[Float[Tensor, "batch seq n_head d"], ...]:
+) -> list[Float[Tensor, "*batch seq n_head d"]]:
     """:func:`tnlm.rotary.rotate` of each, in memory heads first: attention then packs nothing."""
-    return _Rotations.apply(cos, sin, *xs)
+    return [x.transpose(-3, -2) for x in _Rotations.apply(cos, sin, *(x.transpose(-3, -2) for x in xs))]
 
 
 class _RMSNorm(Function):
-    """The inverse scale is an output too: backward is then a function of outputs, and differentiable."""
+    """The inverse scale is an output too, so that backward, a function of saved tensors, is differentiable.
+
+    Saves x and not the result, which a hook downstream may edit in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        out = x * inverse
-        ctx.save_for_backward(out, inverse)
-        return out, inverse
+        ctx.save_for_backward(x, inverse)
+        return x * inverse, inverse
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_inverse: Tensor) -> tuple[Tensor | None, ...]:
-        out, inverse = ctx.saved_tensors
-        along = ((grad * out).sum(-1, keepdim=True) + grad_inverse * inverse) / -out.shape[-1]
-        return (out * along).add_(grad).mul_(inverse), None
+        x, inverse = ctx.saved_tensors
+        along = ((grad * x).sum(-1, keepdim=True) + grad_inverse) * inverse * inverse / -x.shape[-1]
+        return (x * along).add_(grad).mul_(inverse), None
 
 
 class _Rotations(Function):
+    """Of packed (..., n_head, seq, d)."""
+
     @staticmethod
     def forward(ctx: Any, cos: Tensor, sin: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         wide = _wide(cos, sin, xs[0].dtype)
-        return tuple(_turned(x.transpose(1, 2), *wide).transpose(1, 2) for x in xs)
+        return tuple(_turned(x, *wide) for x in xs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        wide = (t[:, None].expand(-1, grads[0].shape[2], -1).contiguous() for t in _wide(cos, -sin, grads[0].dtype))
-        back = tuple(wide)
-        return None, None, *(_turned(grad, *back) for grad in grads)
+        heads = grads[0].shape[-3]
+        # gradients go back packed (..., seq, n_head, d), as the projections read them
+        wide = [t[:, None].expand(-1, heads, -1).contiguous() for t in _wide(cos, -sin, grads[0].dtype)]
+        return None, None, *(_turned(grad.transpose(-3, -2), *wide).transpose(-3, -2) for grad in grads)
 
 
 def _wide(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

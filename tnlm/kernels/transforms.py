@@ -1,4 +1,6 @@
-"""Whether tensors are inside a transform of ``torch.func`` or forward-mode AD."""
+"""Derivatives beyond the first backward pass: whether a transform is at work, and gradients that have gradients."""
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,3 +15,16 @@ def transformed(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
+
+
+def partial_gradients(
+    function: Callable[..., Tensor], operands: Sequence[Tensor], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradient of each operand that takes one, as a differentiable function of all and of ``grad``.
+
+    Through an alias of each operand: one that depends on another, or is another, is held fixed for its gradient.
+    """
+    aliases = [x.view_as(x) for x in operands]
+    wanted = [x for x in aliases if x.requires_grad]
+    found = iter(torch.autograd.grad(function(*aliases), wanted, grad, create_graph=True))
+    return tuple(next(found) if x.requires_grad else None for x in aliases)

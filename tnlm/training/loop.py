@@ -21,6 +21,7 @@ import tnlm
 from tnlm.evaluate import position_buckets, token_losses
 from tnlm.kernels import pointwise
 from tnlm.kernels.cross_entropy import unembedded_cross_entropy
+from tnlm.points import hooked
 from tnlm.progress import announce
 from tnlm.training import checkpointing, metrics
 from tnlm.training.data import accumulation_steps, inputs_and_targets
@@ -41,8 +42,10 @@ class MeanLoss(nn.Module):
         self.model = model
 
     def forward(self, inputs: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
+        if hooked(self.model, self.model.unembed):
+            return token_losses(self.model(inputs), targets).mean()
         x, w_u = self.model.final_residual(inputs), self.model.unembed.w_u
-        if pointwise.fits(x) and w_u.dtype == x.dtype:
+        if w_u.dtype == x.dtype and pointwise.fits(x) and pointwise.fits(w_u):
             return unembedded_cross_entropy(x, w_u, targets, self.model.config.logit_softcap)
         return token_losses(self.model.softcap(self.model.unembed(x)), targets).mean()
 
