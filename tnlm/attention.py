@@ -16,7 +16,7 @@ from tnlm.mlp import linear
 from tnlm.network import Network
 from tnlm.norm import HALF, NoNorm, RMSNorm
 from tnlm.points import listened
-from tnlm.rotary import rotate_each
+from tnlm.rotary import Rotation
 
 ROW_EPS = 1e-8
 """Added to the row sum of ``squared_normalized`` (loganriggs/modded-nanogpt at a1a8c1d)."""
@@ -106,12 +106,10 @@ class Attention(nn.Module):
         if v_first is None:
             v_first = v
         if self.lamb is not None:
-            lamb = self.lamb.to(x.dtype)
-            v = (1 - lamb) * v + lamb * v_first
+            v = torch.lerp(v, v_first, self.lamb.to(x.dtype))
         v = self.hook_v_mixed(v)
-        names = [(name, b) for b in self.branches for name in ("q", "k")]
-        rotated = rotate_each([self._query_or_key(x, name, b) for name, b in names], *tables)
-        qk = [getattr(self, f"hook_rot_{name}{_suffix(b)}")(t) for (name, b), t in zip(names, rotated, strict=True)]
+        turned = Rotation(*tables)
+        qk = [self._query_or_key(x, name, b, turned) for b in self.branches for name in ("q", "k")]
         if cache is not None:
             z = cache.attend(self, qk, v)
         else:
@@ -177,11 +175,12 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "batch seq (n_head d) -> batch seq n_head d", n_head=self.n_head)
 
-    def _query_or_key(self, x: Tensor, name: str, branch: str) -> Tensor:
-        """Projected and normed, not yet rotated."""
+    def _query_or_key(self, x: Tensor, name: str, branch: str, turned: Rotation) -> Tensor:
         suffix = _suffix(branch)
         projected = linear(x, getattr(self, f"w_{name}{branch}"), getattr(self, f"b_{name}{branch}", None))
-        return getattr(self, f"{name}{suffix}_norm")(getattr(self, f"hook_{name}{suffix}")(self._heads(projected)))
+        projected = getattr(self, f"hook_{name}{suffix}")(self._heads(projected))
+        normed = getattr(self, f"{name}{suffix}_norm")(projected)
+        return getattr(self, f"hook_rot_{name}{suffix}")(turned(normed))
 
     def _pattern(self, qk: list[Tensor]) -> Shaped[Tensor, "batch n_head seq_q seq_k"]:
         """The definition, with every named point: what the kernels compute without forming it."""

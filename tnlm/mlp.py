@@ -9,7 +9,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from tnlm.config import GATED_MLPS, MLPKind
+from tnlm.kernels import pointwise
 from tnlm.network import DEFAULT_MAX_BYTES, Network
+from tnlm.points import listened
 
 
 def linear(
@@ -80,7 +82,10 @@ class MLP(nn.Module):
     def forward(self, x: Shaped[Tensor, "... d_in"]) -> Shaped[Tensor, "... d_out"]:
         post = ACTIVATIONS[self.kind](self.hook_pre(linear(x, self.w_l)))
         if self.w_r is not None:
-            post = post * self.hook_pre_linear(linear(x, self.w_r))
+            right = self.hook_pre_linear(linear(x, self.w_r))
+            if not listened(self.hook_post) and all(map(pointwise.fits, (post, right, self.w_d))):
+                return pointwise.gated_projection(post, right, self.w_d, self.bias)
+            post = post * right
         return linear(self.hook_post(post), self.w_d, self.bias)
 
     def network(self) -> Network:

@@ -1,7 +1,5 @@
 """Rotary position tables and their application. Tables are made for each forward: nothing is cached or saved."""
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
@@ -56,22 +54,26 @@ def rotate(
     and keys the scores depend on the distance alone under either. Computed in the wider of the two dtypes, returned in
     ``x``'s. Exact for the tables given.
     """
-    return rotate_each([x], cos, sin)[0]
+    return Rotation(cos, sin)(x)
 
 
-def rotate_each(
-    xs: Sequence[Shaped[Tensor, "batch seq n_head d"]],
-    cos: Float[Tensor, "seq half"],
-    sin: Float[Tensor, "seq half"],
-) -> Sequence[Shaped[Tensor, "batch seq n_head d"]]:
-    """:func:`rotate` of several tensors by the same tables."""
-    constant = not (cos.requires_grad or sin.requires_grad)
-    if constant and all(torch.promote_types(x.dtype, cos.dtype) == x.dtype and pointwise.fits(x) for x in xs):
-        return pointwise.rotations(xs, cos, sin)
-    return [_rotate(x, cos, sin) for x in xs]
+class Rotation:
+    """:func:`rotate` by one pair of tables, for several tensors."""
 
+    def __init__(self, cos: Float[Tensor, "seq half"], sin: Float[Tensor, "seq half"]) -> None:
+        self.cos, self.sin = cos, sin
+        self._wide: pointwise.WideTables | None = None
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1).to(x.dtype)
+    def __call__(self, x: Shaped[Tensor, "batch seq n_head d"]) -> Shaped[Tensor, "batch seq n_head d"]:
+        constant = not (self.cos.requires_grad or self.sin.requires_grad)
+        if constant and torch.promote_types(x.dtype, self.cos.dtype) == x.dtype and pointwise.fits(x):
+            if (
+                self._wide is None
+                or self._wide.cos_back.dtype != x.dtype
+                or self._wide.cos_back.shape[1] != x.shape[-2]
+            ):
+                self._wide = pointwise.wide_tables(self.cos, self.sin, n_head=x.shape[-2], dtype=x.dtype)
+            return pointwise.rotation(x, self._wide)
+        cos, sin = self.cos[:, None, :], self.sin[:, None, :]
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1).to(x.dtype)

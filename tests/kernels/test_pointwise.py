@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from tests.kernels.attention_cases import SHAPES_CHECKED
+from tnlm.config import GATED_MLPS
 from tnlm.kernels import pointwise
+from tnlm.mlp import MLP
 from tnlm.norm import RMSNorm
-from tnlm.rotary import rotary_tables, rotate
+from tnlm.rotary import Rotation, rotary_tables, rotate
 
 EPS = 1e-3
 
@@ -26,15 +28,19 @@ def tables(seq=5, d=6):
     return rotary_tables(seq, d, dtype=torch.bfloat16)
 
 
+def turned(x):
+    return pointwise.rotation(x, pointwise.wide_tables(*tables(), n_head=x.shape[-2], dtype=x.dtype))
+
+
 def noise(*shape, dtype=torch.float64):
     return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
 
 
 OPERATIONS = {
     "norm": (lambda x: pointwise.rms_norm(x, EPS), norm_formula),
-    "rotation": (lambda x: pointwise.rotations([x], *tables())[0], lambda x: rotation_formula(x, *tables())),
+    "rotation": (lambda x: turned(x), lambda x: rotation_formula(x, *tables())),
     "rotated norm": (
-        lambda x: pointwise.rotations([pointwise.rms_norm(x, EPS)], *tables())[0],
+        lambda x: turned(pointwise.rms_norm(x, EPS)),
         lambda x: rotation_formula(norm_formula(x), *tables()),
     ),
 }
@@ -98,8 +104,20 @@ def test_rows_of_zeros_have_the_gradient_of_the_formula():
 
 
 def test_rotations_lie_heads_first_in_memory():
-    outs = pointwise.rotations([noise(2, 5, 3, 6), noise(2, 5, 3, 6)], *tables())
-    assert all(out.shape == (2, 5, 3, 6) and out.transpose(1, 2).is_contiguous() for out in outs)
+    out = turned(noise(2, 5, 3, 6))
+    assert out.shape == (2, 5, 3, 6)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def test_one_pair_of_tables_serves_tensors_of_several_kinds():
+    rotation = Rotation(*tables())
+    for n_head, dtype in ((3, torch.float32), (2, torch.float32), (3, torch.float64), (3, torch.float32)):
+        x = noise(2, 5, n_head, 6, dtype=dtype)
+        torch.testing.assert_close(rotation(x), rotation_formula(x, *tables()))
+        grads = (
+            torch.autograd.grad(f(x).sin().sum(), x)[0] for f in (rotation, lambda x: rotation_formula(x, *tables()))
+        )
+        torch.testing.assert_close(*grads)
 
 
 class TestTheFormulaStandsInWhere:
@@ -108,7 +126,7 @@ class TestTheFormulaStandsInWhere:
     @pytest.fixture(autouse=True)
     def closed_forms_are_counted(self, monkeypatch):
         self.calls = []
-        for name in ("rms_norm", "rotations"):
+        for name in ("rms_norm", "rotation"):
             original = getattr(pointwise, name)
             monkeypatch.setattr(
                 pointwise, name, lambda *a, original=original, **k: self.calls.append(1) or original(*a, **k)
@@ -194,7 +212,7 @@ def test_results_may_be_edited_in_place():
     x = noise(2, 5, 3, 6)
     y = pointwise.rms_norm(x, EPS)
     y.mul_(2)
-    z = pointwise.rotations([y, x], *tables())[0]
+    z = turned(y)
     z[:, 2] = 0
     want = rotation_formula(2 * norm_formula(x), *tables())
     keep = torch.ones(5, 1, 1, dtype=torch.float64)
@@ -211,3 +229,54 @@ def test_any_leading_axes(leading):
     torch.testing.assert_close(rotate(x, *tables()), rotation_formula(x, *tables()))
     grads = (torch.autograd.grad(f(x, *tables()).sin().sum(), x)[0] for f in (rotate, rotation_formula))
     torch.testing.assert_close(*grads)
+
+
+class TestGatedProjection:
+    def formula(self, left, right, w, bias):
+        out = (left * right) @ w.mT
+        return out if bias is None else out + bias
+
+    @pytest.mark.parametrize("biased", [True, False])
+    @pytest.mark.parametrize("shape", [(2, 5, 7), (3, 7)])
+    def test_value_and_derivatives(self, shape, biased):
+        operands = [noise(*shape), noise(*shape), noise(4, 7), noise(4) if biased else None]
+        torch.testing.assert_close(pointwise.gated_projection(*operands), self.formula(*operands))
+        assert torch.autograd.gradcheck(pointwise.gated_projection, operands)
+        assert torch.autograd.gradgradcheck(pointwise.gated_projection, operands)
+
+    def test_gradients_with_and_without_a_graph(self):
+        operands, grad = [noise(2, 5, 7), noise(2, 5, 7), noise(4, 7), noise(4)], torch.randn(2, 5, 4).double()
+        want = torch.autograd.grad(self.formula(*operands), operands, grad)
+        out = pointwise.gated_projection(*operands)
+        for create_graph in (False, True, False):
+            got = torch.autograd.grad(out, operands, grad, create_graph=create_graph, retain_graph=True)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+    def test_one_tensor_on_both_sides(self):
+        x, w = noise(2, 5, 7), noise(4, 7)
+        got, want = (
+            torch.autograd.grad(f(x, x, w, None).sin().sum(), (x, w))
+            for f in (pointwise.gated_projection, self.formula)
+        )
+        torch.testing.assert_close(got, want)
+
+    def test_frozen_weights(self):
+        left, right = noise(2, 5, 7), noise(2, 5, 7)
+        out = pointwise.gated_projection(left, right, noise(4, 7).detach(), noise(4).detach())
+        assert all(g.norm() > 0 for g in torch.autograd.grad(out.sum(), (left, right)))
+
+    @pytest.mark.parametrize("kind", GATED_MLPS)
+    def test_the_layer_takes_it_unless_somebody_listens(self, kind, monkeypatch):
+        calls, original = [], pointwise.gated_projection
+        monkeypatch.setattr(pointwise, "gated_projection", lambda *a: calls.append(1) or original(*a))
+        layer, x = MLP(kind=kind, d_in=3, d_hidden=7, d_out=4), noise(5, 3, dtype=torch.float32)
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.normal_()
+        plain = layer(x)
+        assert len(calls) == 1
+        layer.hook_post.register_forward_hook(lambda *_: None)
+        torch.testing.assert_close(layer(x), plain)
+        half = layer(x.bfloat16())
+        assert half.dtype == torch.bfloat16
+        assert len(calls) == 1

@@ -1,14 +1,14 @@
-"""RMS norm and rotation with their gradients written out.
+"""RMS norm, rotation and gated projection with their gradients written out.
 
 Between matmuls a training step is bound by memory, most of all in eager mode on a CPU, and autograd passes over every
 intermediate of a formula. These pass over fewer and keep fewer. They and their gradients, of any order, agree with the
 formula and autograd up to rounding. The callers hold the formula, and turn to it where :func:`fits` is false.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
@@ -33,13 +33,38 @@ def rms_norm(x: Float[Tensor, "... d"], eps: float) -> Float[Tensor, "... d"]:
     return _RMSNorm.apply(x, eps)[0]
 
 
-def rotations(
-    xs: Sequence[Float[Tensor, "*batch seq n_head d"]],
-    cos: Float[Tensor, "seq half"],
-    sin: Float[Tensor, "seq half"],
-) -> list[Float[Tensor, "*batch seq n_head d"]]:
-    """:func:`tnlm.rotary.rotate` of each, in memory heads first: attention then packs nothing."""
-    return [x.transpose(-3, -2) for x in _Rotations.apply(cos, sin, *(x.transpose(-3, -2) for x in xs))]
+class WideTables(NamedTuple):
+    """``[cos | cos]`` and ``[sin | -sin]`` for heads first, ``[cos | cos]`` and ``[-sin | sin]`` for back again."""
+
+    cos: Float[Tensor, "seq d"]
+    sin: Float[Tensor, "seq d"]
+    cos_back: Float[Tensor, "seq n_head d"]
+    sin_back: Float[Tensor, "seq n_head d"]
+
+
+def wide_tables(
+    cos: Float[Tensor, "seq half"], sin: Float[Tensor, "seq half"], *, n_head: int, dtype: torch.dtype
+) -> WideTables:
+    """What :func:`rotation` multiplies with: made once for several tensors."""
+    cos, sin = cos.to(dtype), sin.to(dtype)
+    wide = torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
+    back = ((t[:, None].expand(-1, n_head, -1).contiguous()) for t in (wide[0], -wide[1]))
+    return WideTables(*wide, *back)
+
+
+def rotation(x: Float[Tensor, "*batch seq n_head d"], tables: WideTables) -> Float[Tensor, "*batch seq n_head d"]:
+    """:func:`tnlm.rotary.rotate`, in memory heads first: attention then packs nothing."""
+    return _Rotation.apply(x.transpose(-3, -2), *tables).transpose(-3, -2)
+
+
+def gated_projection(
+    left: Float[Tensor, "*batch d_hidden"],
+    right: Float[Tensor, "*batch d_hidden"],
+    w: Float[Tensor, "d_out d_hidden"],
+    bias: Float[Tensor, " d_out"] | None,
+) -> Float[Tensor, "*batch d_out"]:
+    """``(left * right) w^T + bias``; keeps no product, and makes one gradient in the memory of another."""
+    return _GatedProjection.apply(left, right, w, bias)
 
 
 class _RMSNorm(Function):
@@ -62,28 +87,35 @@ class _RMSNorm(Function):
         return (x * along).add_(grad).mul_(inverse), None
 
 
-class _Rotations(Function):
-    """Of packed (..., n_head, seq, d)."""
+class _Rotation(Function):
+    """Of (..., n_head, seq, d), packed in that order; its gradient as the projections read it, heads last."""
 
     @staticmethod
-    def forward(ctx: Any, cos: Tensor, sin: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        wide = _wide(cos, sin, xs[0].dtype)
-        return tuple(_turned(x, *wide) for x in xs)
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, cos_back: Tensor, sin_back: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_back, sin_back)
+        return _turned(x, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        heads = grads[0].shape[-3]
-        # gradients go back packed (..., seq, n_head, d), as the projections read them
-        wide = [t[:, None].expand(-1, heads, -1).contiguous() for t in _wide(cos, -sin, grads[0].dtype)]
-        return None, None, *(_turned(grad.transpose(-3, -2), *wide).transpose(-3, -2) for grad in grads)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _turned(grad.transpose(-3, -2), *ctx.saved_tensors).transpose(-3, -2), None, None, None, None
 
 
-def _wide(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``[cos | cos]`` and ``[sin | -sin]``."""
-    cos, sin = cos.to(dtype), sin.to(dtype)
-    return torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
+class _GatedProjection(Function):
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(left, right, w)
+        return F.linear(left * right, w, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        left, right, w = ctx.saved_tensors
+        product, d_product = left * right, grad @ w
+        rows = grad.flatten(0, -2)
+        d_w = rows.mT @ product.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        d_bias = rows.sum(0) if ctx.needs_input_grad[3] else None
+        if torch.is_grad_enabled():
+            return d_product * right, d_product * left, d_w, d_bias
+        return torch.mul(d_product, right, out=product), d_product.mul_(left), d_w, d_bias
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -74,8 +74,11 @@ def _activation_bytes(config: TrainConfig, size: int) -> int:
     In float32 the closed gradients of ``tnlm.kernels`` keep less, and the loss keeps no logits.
     """
     model, half = config.model, size == 2
-    stream, projections, hidden = (12, 6, 3) if half else (9 if model.norm == "rms" else 6.5, 4, 2)
+    activated = model.mlp not in ("bilinear", "squared")
+    if half:
+        stream, projections, hidden = 12.0, 6, 3 + model.mlp_gated
+    else:
+        stream, projections, hidden = 9.0 if model.norm == "rms" else 6.5, 4, 2 + activated
     attention = projections * model.n_qk * model.n_head * model.d_qk  # type: ignore[operator]
-    hidden += model.mlp_gated + (model.mlp not in ("bilinear", "squared") and not half)
     block = stream * model.d_model + attention * (model.attention != "none") + hidden * model.d_hidden
     return int(size * model.n_layer * block) + (model.d_vocab * 2 * (size + 2) if half else 0)
