@@ -205,6 +205,15 @@ def test_a_gradient_that_is_not_finite_stops_the_step(bad):
         assert torch.equal(optimiser.state[p]["momentum_buffer"], buffer)
 
 
+def test_a_caller_that_has_looked_at_the_gradients_may_skip_the_check():
+    params = matrices()
+    set_gradients(params, 0)
+    params[3].grad[2, 4] = float("nan")
+    Muon(params, check_finite=False).step()
+    assert params[3].isnan().any()
+    assert not params[2].isnan().any()
+
+
 @pytest.mark.user_error
 @pytest.mark.parametrize("shape", [(5,), (), (2, 3, 4), (4, 0), (0, 4)])
 def test_only_matrices(shape):

@@ -148,7 +148,8 @@ def _forward(block: Callable[..., None], work: Workspace, operands: tuple[Tensor
     out = packed[-1].new_empty(packed[0].shape[0], q.shape[1], v.shape[3])
     for group in work.groups(out.shape[0]):
         block(*(x[group] for x in packed), out[group])
-    return narrow(_heads_back(out.mul_(scale), v).contiguous(), v.dtype)
+    scaled = out.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+    return narrow(torch.mul(_heads_back(out, v), scale, out=scaled), v.dtype)
 
 
 def _backward(

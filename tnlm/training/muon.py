@@ -45,11 +45,19 @@ def newton_schulz(
     Returns:
         In ``dtype``, in which all products are taken (the norm is taken in the dtype of ``u``).
     """
-    norm = torch.linalg.matrix_norm(u)[..., None, None] + 1e-7
-    x = (u.to(dtype) / norm.to(dtype)).reshape(-1, *u.shape[-2:])
+    return _newton_schulz(u.to(dtype) / _scale(u).to(dtype), steps)
+
+
+def _scale(u: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(u)[..., None, None] + 1e-7
+
+
+def _newton_schulz(u: Tensor, steps: int) -> Tensor:
+    """Of matrices that are normalised already."""
     high = u.shape[-2] > u.shape[-1]
+    x = u.reshape(-1, *u.shape[-2:])
     x = x.mT if high else x
-    together = 3 if x.shape[-1] >= 2 * x.shape[-2] and dtype not in HALF else 1
+    together = 3 if x.shape[-1] >= 2 * x.shape[-2] and u.dtype not in HALF else 1
     for done in range(0, steps, together):
         x = _iterate(x, min(together, steps - done))
     return (x.mT if high else x).reshape(u.shape)
@@ -103,6 +111,7 @@ class Muon(torch.optim.Optimizer):
         distribution: ``round_robin`` gives each matrix to one rank, balanced by cost, and sums the updates with
             one all_reduce; ``replicate`` repeats all work on each rank. Both give the same update.
         group: Process group of the all_reduce.
+        check_finite: Look at every gradient first; false where the caller has, as by a norm of all of them.
 
     Raises:
         ValueError: A parameter is no non-empty matrix, or is named as an embedding or head.
@@ -120,6 +129,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         distribution: Distribution = "round_robin",
         group: Any = None,
+        check_finite: bool = True,
     ):
         if ns_dtype not in get_args(NSDtype) or distribution not in get_args(Distribution):
             raise ValueError(
@@ -130,6 +140,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "ns_dtype": ns_dtype, "weight_decay": weight_decay})
         self._shared = distribution == "round_robin" and dist.is_available() and dist.is_initialized()
         self._group = group
+        self._check_finite = check_finite
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -152,9 +163,10 @@ class Muon(torch.optim.Optimizer):
         """One update of every parameter that has a gradient.
 
         Raises:
-            FloatingPointError: A gradient holds NaN or inf; nothing has been changed then.
+            FloatingPointError: A gradient holds NaN or inf, and ``check_finite`` holds; nothing has been changed then.
         """
-        self._require_finite()
+        if self._check_finite:
+            self._require_finite()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             world, rank = (dist.get_world_size(self._group), dist.get_rank(self._group)) if self._shared else (1, 0)
@@ -215,7 +227,8 @@ class Muon(torch.optim.Optimizer):
                 for i, out in zip(chunk, stack):
                     self._direction(params[i], group, out)
                 dtype = _dtype(group["ns_dtype"], stack.device)
-                updates.update(zip(chunk, newton_schulz(stack, steps=group["ns_steps"], dtype=dtype)))
+                scale = _scale(stack).to(dtype)
+                updates.update(zip(chunk, _newton_schulz(stack.to(dtype).div_(scale), group["ns_steps"])))
         return [updates[i] for i in range(len(params))]
 
     def _summed(self, mine: dict[int, Tensor], params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:

@@ -23,7 +23,8 @@ class Optimizers:
     the rest of ``blocks`` Adam      ``lr_scalar``
     ====================== ========= ==================
 
-    Weight decay, off by default, is decoupled and acts on everything 2-D.
+    Weight decay, off by default, is decoupled and acts on everything 2-D. Gradients must be finite, as
+    :func:`gradient_norm` tells.
     """
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
@@ -59,6 +60,7 @@ class Optimizers:
                 weight_decay=decay,
                 ns_dtype=config.ns_dtype,
                 distribution=config.muon_distribution,
+                check_finite=False,
             )
             self.all.append(self.muon)
         self._base = [(group, group["lr"]) for optimizer in self.all for group in optimizer.param_groups]
