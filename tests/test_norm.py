@@ -61,3 +61,17 @@ def test_normalized_is_what_the_layer_reads():
 def test_no_norm_is_the_identity():
     x = torch.randn(3, 7)
     assert torch.equal(NoNorm()(x), x)
+
+
+def test_who_listens_changes_neither_bits_nor_gradients():
+    for dtype in (torch.float32, torch.float64):
+        norm, x = RMSNorm(), torch.randn(2, 3, 7, dtype=dtype, requires_grad=True)
+        with torch.no_grad():
+            x[0, 1] = 0
+        plain = norm(x)
+        norm.hook_scale.register_forward_hook(lambda *_: None)
+        assert torch.equal(norm(x), plain)
+        grads = (torch.autograd.grad(out.sin().sum(), x)[0] for out in (norm(x), plain))
+        torch.testing.assert_close(*grads)
+        if dtype == torch.float64:
+            assert torch.autograd.gradgradcheck(norm, x)

@@ -106,7 +106,8 @@ class Attention(nn.Module):
         if v_first is None:
             v_first = v
         if self.lamb is not None:
-            v = torch.lerp(v, v_first, self.lamb.to(x.dtype))
+            lamb = self.lamb.to(x.dtype)  # half precision rounds in the published order
+            v = (1 - lamb) * v + lamb * v_first if v.dtype in HALF else torch.lerp(v, v_first, lamb)
         v = self.hook_v_mixed(v)
         turned = Rotation(*tables)
         qk = [self._query_or_key(x, name, b, turned) for b in self.branches for name in ("q", "k")]

@@ -27,10 +27,12 @@ class RMSNorm(nn.Module):
         self.hook_normalized = nn.Identity()
 
     def forward(self, x: Shaped[Tensor, "... d"]) -> Shaped[Tensor, "... d"]:
-        if not listened(self.hook_scale, self.hook_normalized) and pointwise.fits(x):
+        closed = pointwise.fits(x)
+        if closed and not listened(self.hook_scale, self.hook_normalized):
             return pointwise.rms_norm(x, self.eps)
         wide = x.float() if x.dtype in HALF else x
-        scale = self.hook_scale((wide.square().mean(-1, keepdim=True) + self.eps).sqrt())
+        scale = pointwise.rms_scale(x, self.eps) if closed else (wide.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        scale = self.hook_scale(scale)
         # one small reciprocal: the gradient of a division by a broadcast scale costs twice that of a product
         return self.hook_normalized((wide * scale.reciprocal()).to(x.dtype))
 

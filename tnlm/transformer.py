@@ -75,7 +75,7 @@ class Block(nn.Module):
         x = self.hook_resid_pre(x)
         if self.lambdas is not None:
             lambdas = self.lambdas.to(x.dtype)
-            x = torch.addcmul(lambdas[0] * x, lambdas[1], x0)
+            x = lambdas[0] * x + lambdas[1] * x0
         x = self.hook_resid_mixed(x)
         if self.attn is not None:
             out, v_first = self.attn(self.ln1(x), v_first, tables, cache)

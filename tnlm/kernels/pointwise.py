@@ -33,6 +33,11 @@ def rms_norm(x: Float[Tensor, "... d"], eps: float) -> Float[Tensor, "... d"]:
     return _RMSNorm.apply(x, eps)[0]
 
 
+def rms_scale(x: Float[Tensor, "*batch d"], eps: float) -> Float[Tensor, "*batch 1"]:
+    """``sqrt(mean(x**2) + eps)``, with the bits of the one that :func:`rms_norm` divides by."""
+    return _RMSScale.apply(x, eps)
+
+
 class WideTables(NamedTuple):
     """``[cos | cos]`` and ``[sin | -sin]`` for heads first, ``[cos | cos]`` and ``[-sin | sin]`` for back again."""
 
@@ -75,8 +80,7 @@ class _RMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        inverse = _rms(x, eps).reciprocal_()
         ctx.save_for_backward(x, inverse)
         return x * inverse, inverse
 
@@ -85,6 +89,24 @@ class _RMSNorm(Function):
         x, inverse = ctx.saved_tensors
         along = ((grad * x).sum(-1, keepdim=True) + grad_inverse) * inverse * inverse / -x.shape[-1]
         return (x * along).add_(grad).mul_(inverse), None
+
+
+class _RMSScale(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        scale = _rms(x, eps)
+        ctx.save_for_backward(x, scale)
+        return scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        return x * (grad / scale / x.shape[-1]), None
+
+
+def _rms(x: Tensor, eps: float) -> Tensor:
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1]).add_(eps).sqrt_()
 
 
 class _Rotation(Function):
