@@ -10,10 +10,10 @@ Then both take the same batches in turns of six updates, of which the first is l
 the other's data, which no run does. Figures are medians of process time on one thread, in seconds, with the quartiles
 of the total, so that other load on the machine matters little. ``attention`` is the part of forward and backward
 between the five operands of attention and its output, told apart in the wide case; compiled code has no such part (the
-plain one packs its operands there, tnlm's rotation leaves queries and keys packed). The
-overhead is what the loop does outside forward, backward and optimiser: loader, gradient norm, agreement, log. Where
-tnlm alone is compiled, the plain step is as it is; the published script compiles on its GPUs, so one row compiles both.
-Results are appended as JSON lines to benchmarks/results/; exit code 1 when a limit is missed.
+plain one packs its operands there, tnlm's rotation leaves queries and keys packed). The overhead is what the loop does
+outside forward, backward and optimiser: loader, gradient norm, agreement, log. Where tnlm alone is compiled, the plain
+step is as it is; the published script compiles on its GPUs, so one row compiles both. Results are appended as
+JSON lines to benchmarks/results/; exit code 1 when a limit is missed.
 
 Source: train_gpt2.py of loganriggs/modded-nanogpt at d5ce2de.
 """

@@ -83,7 +83,7 @@ class MLP(nn.Module):
         post = ACTIVATIONS[self.kind](self.hook_pre(linear(x, self.w_l)))
         if self.w_r is not None:
             right = self.hook_pre_linear(linear(x, self.w_r))
-            if not listened(self.hook_post) and all(map(pointwise.fits, (post, right, self.w_d))):
+            if not listened(self.hook_post) and pointwise.fits(post, right, self.w_d, self.bias):
                 return pointwise.gated_projection(post, right, self.w_d, self.bias)
             post = post * right
         return linear(self.hook_post(post), self.w_d, self.bias)

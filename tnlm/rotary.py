@@ -62,18 +62,15 @@ class Rotation:
 
     def __init__(self, cos: Float[Tensor, "seq half"], sin: Float[Tensor, "seq half"]) -> None:
         self.cos, self.sin = cos, sin
-        self._wide: pointwise.WideTables | None = None
+        self._wide: dict[tuple[int, torch.dtype], pointwise.WideTables] = {}
 
     def __call__(self, x: Shaped[Tensor, "batch seq n_head d"]) -> Shaped[Tensor, "batch seq n_head d"]:
         constant = not (self.cos.requires_grad or self.sin.requires_grad)
         if constant and torch.promote_types(x.dtype, self.cos.dtype) == x.dtype and pointwise.fits(x):
-            if (
-                self._wide is None
-                or self._wide.cos_back.dtype != x.dtype
-                or self._wide.cos_back.shape[1] != x.shape[-2]
-            ):
-                self._wide = pointwise.wide_tables(self.cos, self.sin, n_head=x.shape[-2], dtype=x.dtype)
-            return pointwise.rotation(x, self._wide)
+            kind = x.shape[-2], x.dtype
+            if kind not in self._wide:
+                self._wide[kind] = pointwise.wide_tables(self.cos, self.sin, n_head=x.shape[-2], dtype=x.dtype)
+            return pointwise.rotation(x, self._wide[kind])
         cos, sin = self.cos[:, None, :], self.sin[:, None, :]
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1).to(x.dtype)

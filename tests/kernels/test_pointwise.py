@@ -260,6 +260,25 @@ class TestGatedProjection:
         )
         torch.testing.assert_close(got, want)
 
+    @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float64])
+    def test_the_layer_casts_weights_of_another_dtype(self, bias_dtype):
+        layer, x = MLP(kind="bilinear", d_in=3, d_hidden=7, d_out=4, dtype=torch.float64), noise(5, 3)
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.normal_()
+        layer.bias.data = layer.bias.data.to(bias_dtype)
+        out = layer(x.float())
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out, layer.double()(x).float(), rtol=1e-4, atol=1e-5)
+
+    def test_a_tangent_of_the_bias_is_not_lost(self):
+        layer, x = MLP(kind="bilinear", d_in=3, d_hidden=7, d_out=4, dtype=torch.float64), noise(5, 3).detach()
+        bias, tangent = layer._parameters.pop("bias"), torch.randn(4).double()
+        with torch.autograd.forward_ad.dual_level():
+            layer.bias = torch.autograd.forward_ad.make_dual(bias.detach(), tangent)
+            found = torch.autograd.forward_ad.unpack_dual(layer(x)).tangent
+        torch.testing.assert_close(found, tangent.expand(5, 4))
+
     def test_frozen_weights(self):
         left, right = noise(2, 5, 7), noise(2, 5, 7)
         out = pointwise.gated_projection(left, right, noise(4, 7).detach(), noise(4).detach())

@@ -28,7 +28,8 @@ def kept_bytes(config, *, half: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    "name, mlp", [("nano", "bilinear"), ("nano", "swiglu"), ("nano", "relu2"), ("tiny", "bilinear")]
+    "name, mlp",
+    [("nano", "bilinear"), ("nano", "swiglu"), ("nano", "relu2"), ("tiny", "bilinear"), ("nano-pure", "bilinear")],
 )
 def test_activations_in_float32(name, mlp):
     config = preset(name)

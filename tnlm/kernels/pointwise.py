@@ -17,18 +17,19 @@ from tnlm.kernels.precision import autocast_active
 from tnlm.kernels.transforms import transformed
 
 
-def fits(x: Tensor) -> bool:
-    """float32 or float64 outside compilers (which fuse by themselves), ``torch.func``, forward-mode AD and autocast."""
+def fits(*tensors: Tensor | None) -> bool:
+    """All float32 or all float64, outside compilers (which fuse alone), ``torch.func``, dual numbers and autocast."""
+    given = [t for t in tensors if t is not None]
     return (
-        x.dtype in (torch.float32, torch.float64)
+        {t.dtype for t in given} in ({torch.float32}, {torch.float64})
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
-        and not autocast_active(x.device.type)
-        and not transformed(x)
+        and not autocast_active(given[0].device.type)
+        and not transformed(*given)
     )
 
 
-def rms_norm(x: Float[Tensor, "... d"], eps: float) -> Float[Tensor, "... d"]:
+def rms_norm(x: Float[Tensor, "*batch d"], eps: float) -> Float[Tensor, "*batch d"]:
     """``x * (1 / sqrt(mean(x**2) + eps))`` over the last axis."""
     return _RMSNorm.apply(x, eps)[0]
 
@@ -53,7 +54,7 @@ def wide_tables(
     """What :func:`rotation` multiplies with: made once for several tensors."""
     cos, sin = cos.to(dtype), sin.to(dtype)
     wide = torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
-    back = ((t[:, None].expand(-1, n_head, -1).contiguous()) for t in (wide[0], -wide[1]))
+    back = (t[:, None].expand(-1, n_head, -1).contiguous() for t in (wide[0], -wide[1]))
     return WideTables(*wide, *back)
 
 

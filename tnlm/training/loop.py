@@ -45,7 +45,7 @@ class MeanLoss(nn.Module):
         if hooked(self.model, self.model.unembed):
             return token_losses(self.model(inputs), targets).mean()
         x, w_u = self.model.final_residual(inputs), self.model.unembed.w_u
-        if w_u.dtype == x.dtype and pointwise.fits(x) and pointwise.fits(w_u):
+        if pointwise.fits(x, w_u):
             return unembedded_cross_entropy(x, w_u, targets, self.model.config.logit_softcap)
         return token_losses(self.model.softcap(self.model.unembed(x)), targets).mean()
 
