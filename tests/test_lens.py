@@ -14,7 +14,7 @@ import tnlm
 from tests.tiny_models import PUBLISHED, build, ids, tiny
 from tnlm import lens, tokenizer
 from tnlm.config import ModelConfig
-from tnlm.points import intervene, is_point
+from tnlm.points import Point, intervene, is_point
 
 
 def published(mlp, attention):
@@ -70,7 +70,7 @@ def test_view_leaves_the_model_alone_and_shares_its_parameters(model):
     hooked.run_with_hooks(TOKENS, fwd_hooks=[("hook_embed", lambda value, hook: 0 * value)])
     assert torch.equal(model(TOKENS), before)
     assert model.blocks[0].attn.implementation == "auto"
-    assert all(type(m) is nn.Identity for name, m in model.named_modules() if is_point(name))
+    assert all(type(m) is Point for name, m in model.named_modules() if is_point(name))
     assert list(hooked.state_dict()) == keys
     mine, theirs = dict(hooked.named_parameters()), dict(model.named_parameters())
     assert mine.keys() == theirs.keys()
@@ -127,6 +127,142 @@ def test_edits_act_and_vanish(hooked):
     zeroed = hooked.run_with_hooks(TOKENS, fwd_hooks=[(lambda name: name.endswith("pattern"), lambda v, hook: 0 * v)])
     silent = hooked.run_with_hooks(TOKENS, fwd_hooks=[(lambda name: name.endswith("attn_out"), lambda v, hook: 0 * v)])
     assert torch.equal(zeroed, silent)
+
+
+# A hook's tensor is its own
+
+
+def functional(value, hook):
+    return value * 0.5 + 0.25
+
+
+def in_place(value, hook):
+    value.mul_(0.5).add_(0.25)
+
+
+MIXED = {f"{mlp} {attention}": tiny(mlp=mlp, attention=attention, n_layer=2) for mlp, attention in PUBLISHED[::5]} | {
+    "no norms": tiny(norm="none", qk_norm=False, n_layer=2),
+    "no mixing": tiny(x0_mixing=False, value_residual=False, norm="none", qk_norm=False, n_layer=2),
+    "none bilinear": tiny(mlp="none", n_layer=2),
+}
+
+
+@pytest.mark.parametrize("config", MIXED.values(), ids=MIXED.keys())
+def test_an_edit_in_place_is_the_functional_one_and_rewrites_no_cache(config):
+    """At every point, every cached value included: those before the edit are the clean run's."""
+    hooked = lens.hook(build(config))
+    with torch.no_grad():
+        plain, clean = hooked.run_with_cache(TOKENS)
+        for name in hooked.hook_dict:
+            with hooked.hooks(fwd_hooks=[(name, functional)]):
+                expected, theirs = hooked.run_with_cache(TOKENS)
+            assert not torch.equal(expected, plain), name
+            assert torch.equal(hooked.run_with_hooks(TOKENS, fwd_hooks=[(name, in_place)]), expected), name
+            with hooked.hooks(fwd_hooks=[(name, in_place)]):
+                logits, ours = hooked.run_with_cache(TOKENS)
+            assert torch.equal(logits, expected), name
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs), name
+            before, fill, _ = hooked.get_caching_hooks(name)
+            assert torch.equal(hooked.run_with_hooks(TOKENS, fwd_hooks=[*fill, (name, in_place)]), expected), name
+            assert torch.equal(before[name], clean[name]), name
+        assert torch.equal(hooked(TOKENS), plain)
+
+
+@pytest.mark.parametrize("options", [{}, {"remove_batch_dim": True}, {"pos_slice": (1, 4)}, {"pos_slice": -1}], ids=str)
+@pytest.mark.parametrize("config", MIXED.values(), ids=MIXED.keys())
+def test_no_two_cached_values_share_memory(config, options):
+    hooked = lens.hook(build(config))
+    _, cache = hooked.run_with_cache(TOKENS[:1], return_type="loss", incl_bwd=True, **options)
+    values = [*cache.values(), *hooked.add_caching_hooks().values(), *hooked.parameters()]
+    hooked(TOKENS)
+    held = [value.untyped_storage().data_ptr() for value in values]
+    assert len(set(held)) == len(held) > 40
+
+
+def test_an_edit_of_a_cached_value_during_the_run_is_of_the_cache_alone(hooked):
+    """The stream of ``hook_resid_mid`` is read again after the MLP, so an edit of it in between would count."""
+    name, later = "blocks.1.hook_resid_mid", "blocks.1.mlp.hook_post"
+    plain = hooked(TOKENS)
+    cache = hooked.add_caching_hooks(name)
+
+    def spoil(value, hook):
+        cache[name].zero_()
+
+    assert torch.equal(hooked.run_with_hooks(TOKENS, fwd_hooks=[(later, spoil)]), plain)
+    assert not cache[name].any()
+
+
+@pytest.mark.parametrize("attention", ["bilinear", "softmax"])
+def test_a_gradient_edited_in_place_is_edited_at_its_point_alone(attention):
+    hooked = lens.hook(build(tiny(n_layer=2, attention=attention)))
+
+    def gradients(*hooks):
+        hooked.zero_grad()
+        with hooked.hooks(bwd_hooks=list(hooks)):
+            hooked(TOKENS, return_type="loss").backward()
+        return {name: p.grad.clone() for name, p in hooked.named_parameters()}
+
+    def in_place_and_returned(value, hook):
+        in_place(value, hook)
+        return (value,)
+
+    for name in hooked.hook_dict:
+        expected = gradients((name, functional))
+        for edit in (in_place, in_place_and_returned):
+            torch.testing.assert_close(gradients((name, edit)), expected, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "wrong, got",
+    [
+        (lambda value, hook: value[:1], r"\(1, .*, torch.float64, cpu"),
+        (lambda value, hook: value[:, :1], r"\(2, 1.*, torch.float64, cpu"),
+        (lambda value, hook: value.float(), r"\(2, .*, torch.float32, cpu"),
+        (lambda value, hook: 0, "int"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_at_every_point(wrong, got):
+    """Most of these would broadcast: logits of the right shape, and wrong."""
+    hooked = lens.hook(build(tiny(n_layer=1)))
+    for name in hooked.hook_dict:
+        message = (
+            rf"a hook at the point {name} must keep shape, dtype and device: \(2, .*, torch.float64, cpu; got {got}"
+        )
+        with pytest.raises(ValueError, match=message):
+            hooked.run_with_hooks(TOKENS, fwd_hooks=[(name, wrong)])
+        with pytest.raises(ValueError, match=message), hooked.hooks(bwd_hooks=[(name, wrong)]):
+            hooked(TOKENS, return_type="loss").backward()
+
+
+def test_weights_of_the_whole_are_copies_and_those_of_a_part_views():
+    hooked = lens.hook(build(tiny()))
+    before = {name: p.clone() for name, p in hooked.named_parameters()}
+    names = "W_E W_U b_U W_Q W_K W_Q2 W_K2 W_V W_O W_in W_gate W_out b_out".split()
+    with torch.no_grad():
+        given = [getattr(hooked, name) for name in names]
+        given += [hooked.tokens_to_residual_directions(tokens) for tokens in (3, torch.tensor(3), TOKENS)]
+        given += [hooked.own_share(), hooked.accumulated_bias(1)]
+        given += [f for m in (hooked.QK, hooked.QK2, hooked.OV, hooked.OV_first) for f in (m.A, m.B)]
+        for weight in given:
+            weight -= 7
+        assert all(torch.equal(p, before[name]) for name, p in hooked.named_parameters())
+        hooked.embed.W_E[3] = 5
+        hooked.unembed.W_U[:, 3] = 6
+        hooked.blocks[1].attn.W_Q[2] = 7
+        hooked.blocks[1].mlp.W_out[4] = 8
+    assert hooked.embed.w_e[3].eq(5).all()
+    assert hooked.unembed.w_u[3].eq(6).all()
+    assert hooked.blocks[1].attn.w_q1[8:12].eq(7).all()
+    assert hooked.blocks[1].mlp.w_d[:, 4].eq(8).all()
+
+
+@pytest.mark.parametrize("name", ["W_E", "W_U", "W_V"])
+def test_gradients_reach_the_parameters_through_the_copies(name):
+    hooked = lens.hook(build(tiny()))
+    getattr(hooked, name).square().sum().backward()
+    parameter = {"W_E": hooked.embed.w_e, "W_U": hooked.unembed.w_u, "W_V": hooked.blocks[2].attn.w_v}[name]
+    torch.testing.assert_close(parameter.grad, 2 * parameter.detach(), rtol=0, atol=0)
 
 
 # Caching

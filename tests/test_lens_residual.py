@@ -7,6 +7,7 @@ from transformer_lens.tools.analysis import attribution_patch, direct_logit_attr
 
 from tests.tiny_models import PUBLISHED, build, ids, tiny
 from tnlm import lens
+from tnlm.points import intervene, record
 from tnlm.residual import factors
 
 PURE = {"norm": "none", "qk_norm": False, "embedding_norm": False, "logit_softcap": None}
@@ -279,15 +280,32 @@ def test_patching_tools_run_and_restore():
     assert (streams.shape, heads.shape, patterns.shape) == ((3, 5), (3, 5, 3), (3, 3))
     for values in (streams, heads, patterns):
         assert values.unique().numel() > 3
-    with torch.no_grad():
-
-        def patch(value, hook):
-            value[:, 2] = cache[hook.name][:, 2]
-            return value
-
-        by_hand = metric(hooked.run_with_hooks(corrupted, fwd_hooks=[("blocks.1.hook_resid_pre", patch)]))
-    torch.testing.assert_close(streams[1, 2], by_hand.to(streams.dtype), rtol=1e-6, atol=1e-6)
     assert not hooked.list_hooks()
+
+
+@pytest.mark.parametrize("config", [tiny(), tiny(x0_mixing=False, norm="none", qk_norm=False)], ids=["mixing", "plain"])
+def test_patching_the_stream_is_the_functional_edit_in_every_layer_and_position(config):
+    """transformer-lens patches in place; what enters block 0 is also what x0 mixing mixes in, and must not change."""
+    model = build(config)
+    hooked, clean, corrupted = lens.hook(model), TOKENS[:1], ids(1, 5, seed=7)
+
+    def metric(logits):
+        return logits[0, -1, 3] - logits[0, -1, 8]
+
+    expected = torch.empty(3, 5, dtype=torch.float64)
+    with torch.no_grad():
+        _, cache = hooked.run_with_cache(clean)
+        got = patching.get_act_patch_resid_pre(hooked, corrupted, cache, metric)
+        for layer in range(3):
+            name = f"blocks.{layer}.hook_resid_pre"
+            value = record(model, clean, [name])[name]
+            for position in range(5):
+                here = (torch.arange(5) == position)[:, None]
+                with intervene(model, {name: lambda x, v=value, here=here: torch.where(here, v, x)}):
+                    expected[layer, position] = metric(model(corrupted))
+    assert expected.unique().numel() > 10
+    # the tool's table is float32, so each entry of it is rounded once
+    torch.testing.assert_close(got, expected.float(), rtol=2e-7, atol=1e-9)
 
 
 def test_attribution_patching_runs():

@@ -15,7 +15,7 @@ from tnlm.kernels.precision import accumulation_dtype, narrow
 from tnlm.mlp import linear
 from tnlm.network import Network
 from tnlm.norm import HALF, NoNorm, RMSNorm
-from tnlm.points import listened
+from tnlm.points import Point, listened
 from tnlm.rotary import Rotation
 
 ROW_EPS = 1e-8
@@ -72,15 +72,15 @@ class Attention(nn.Module):
         for b in self.branches:
             suffix = _suffix(b)
             for name in ("q", "k"):
-                setattr(self, f"hook_{name}{suffix}", nn.Identity())
+                setattr(self, f"hook_{name}{suffix}", Point())
                 setattr(self, f"{name}{suffix}_norm", RMSNorm(config.norm_eps) if config.qk_norm else NoNorm())
-                setattr(self, f"hook_rot_{name}{suffix}", nn.Identity())
-            setattr(self, f"hook_attn_scores{suffix}", nn.Identity())
-        self.hook_v = nn.Identity()
-        self.hook_v_mixed = nn.Identity()
-        self.hook_pattern = nn.Identity()
-        self.hook_z = nn.Identity()
-        self.hook_result = nn.Identity()
+                setattr(self, f"hook_rot_{name}{suffix}", Point())
+            setattr(self, f"hook_attn_scores{suffix}", Point())
+        self.hook_v = Point()
+        self.hook_v_mixed = Point()
+        self.hook_pattern = Point()
+        self.hook_z = Point()
+        self.hook_result = Point()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -25,7 +25,7 @@ from transformer_lens.utilities.activation_functions import SOFTCAP_DISABLED
 from tnlm import tokenizer as tokenizers
 from tnlm.config import ModelConfig
 from tnlm.lens_weights import ModelWeights, view
-from tnlm.points import refuse_compiled
+from tnlm.points import Point, refuse_compiled
 from tnlm.residual import ResidualParts
 from tnlm.sampling import generate
 from tnlm.tokenizer import Tokenizer
@@ -64,7 +64,11 @@ class HookedModel(ModelWeights, HookedRootModule):
     """What :func:`hook` returns: a :class:`tnlm.Transformer` with transformer-lens's methods and weight names.
 
     Logits are those after the softcap, except where a method says otherwise. Weights come in transformer-lens's
-    layout, (in, out) per head, as views of the parameters.
+    layout, (in, out) per head: those of the whole model (``W_E``, ``W_Q``) as copies, those of a part
+    (``blocks[0].attn.W_Q``) as views of its parameters.
+
+    A hook gets a tensor of its own: what it edits in place or returns goes on from its point, and changes neither other
+    parts of the model nor anything that was cached. A value of another shape, dtype or device is a ValueError.
     """
 
     def __init__(self, view: Transformer, tokenizer: Tokenizer | None) -> None:
@@ -208,7 +212,7 @@ class HookedModel(ModelWeights, HookedRootModule):
         cache: dict[str, Tensor] | None = None,
         pos_slice: Positions = None,
     ) -> tuple[dict[str, Tensor], list, list]:
-        """``(cache, fwd_hooks, bwd_hooks)``: hooks that fill ``cache``, not yet installed."""
+        """``(cache, fwd_hooks, bwd_hooks)``: hooks that fill ``cache`` with copies, not yet installed."""
         values: dict[str, Tensor] = {} if cache is None else cache
         positions = Slice.unwrap(pos_slice)
 
@@ -296,7 +300,7 @@ class HookedModel(ModelWeights, HookedRootModule):
         lengths = sorted({len(row) for row in rows})
         if len(lengths) != 1:
             raise ValueError(f"texts of one batch must have equally many tokens, got {lengths}; run them one by one")
-        return torch.tensor(rows, dtype=torch.int64, device=self.W_E.device)
+        return torch.tensor(rows, dtype=torch.int64, device=self.embed.w_e.device)
 
     def to_string(self, tokens: Int[Tensor, "*batch seq"] | Sequence[int] | int) -> str | list[str]:
         """Text of one id or one sequence; a list of texts for a batch."""
@@ -322,12 +326,12 @@ class HookedModel(ModelWeights, HookedRootModule):
         return ids[0]
 
     def tokens_to_residual_directions(self, tokens: str | int | Int[Tensor, "*any"]) -> Shaped[Tensor, "*any d_model"]:
-        """The unembedding rows of some tokens: what the final residual is compared with, before the softcap."""
+        """Unembedding rows of some tokens, as copies: what the final residual is compared with, before the softcap."""
         if isinstance(tokens, str):
             tokens = self.to_single_token(tokens)
-        ids = torch.as_tensor(tokens, device=self.W_E.device)
+        ids = torch.as_tensor(tokens, device=self.embed.w_e.device)
         self._check_ids(ids.reshape(1, -1))
-        return self.unembed.w_u[ids]
+        return F.embedding(ids, self.unembed.w_u)
 
     # Weights, as transformer-lens names and lays them out
 
@@ -361,8 +365,8 @@ class HookedModel(ModelWeights, HookedRootModule):
             tokenizer_prepends_bos=False,
             model_name="tnlm",
             n_params=c.n_params,
-            device=str(self.W_E.device),
-            dtype=self.W_E.dtype,
+            device=str(self.embed.w_e.device),
+            dtype=self.embed.w_e.dtype,
             output_logits_soft_cap=SOFTCAP_DISABLED if cap is None else cap,
         )
 
@@ -409,7 +413,7 @@ class HookedModel(ModelWeights, HookedRootModule):
         tokens = tokens[None] if tokens.ndim == 1 else tokens
         self._view.check_tokens(tokens, limit=self.config.d_vocab_used)
         self._check_ids(tokens)
-        return tokens.to(self.W_E.device)
+        return tokens.to(self.embed.w_e.device)
 
     def _check_ids(self, tokens: Int[Tensor, "batch seq"]) -> None:
         assert self.config.d_vocab_used is not None
@@ -422,7 +426,7 @@ class HookedModel(ModelWeights, HookedRootModule):
         wide = dict.fromkeys(("hook_pre", "hook_pre_linear", "hook_post"), c.d_hidden)
         width = {**square, **wide, "hook_result": c.n_head * c.d_model, "hook_scale": 1}
         numbers = batch * seq * sum(width.get(name.rpartition(".")[2], c.d_model) for name in names)
-        needed = copies * numbers * (self._view.compute_dtype or self.W_E.dtype).itemsize
+        needed = copies * numbers * (self._view.compute_dtype or self.embed.w_e.dtype).itemsize
         if needed > max_bytes:
             raise ValueError(
                 f"this cache would hold about {needed:,} bytes (batch={batch}, seq={seq}, {len(names)} points), "
@@ -431,7 +435,10 @@ class HookedModel(ModelWeights, HookedRootModule):
 
 
 class ResidualCache(ResidualParts, ActivationCache):
-    """Activations of one run, with transformer-lens's analyses; decompositions are those of :class:`ResidualParts`."""
+    """Activations of one run, with transformer-lens's analyses; decompositions are those of :class:`ResidualParts`.
+
+    No two entries share memory with each other or with the model: an entry may be edited in place.
+    """
 
     def __getitem__(self, key: str | tuple) -> Tensor:
         """By full name, or transformer-lens's shorthand: ``cache["pattern", 0]``, ``cache["scale", 1, "ln2"]``."""
@@ -454,6 +461,7 @@ class ResidualCache(ResidualParts, ActivationCache):
             raise KeyError(f"{name!r} was not cached; close: {close}. run_with_cache must cache it") from None
 
     def apply_slice_to_batch_dim(self, batch_slice: Positions) -> "ResidualCache":  # type: ignore[override]
+        """The activations of some rows; an index or a range gives views of this cache's, as slicing does in torch."""
         sliced = super().apply_slice_to_batch_dim(batch_slice)
         return type(self)(sliced.cache_dict, self.model, has_batch_dim=sliced.has_batch_dim)
 
@@ -468,8 +476,8 @@ class ResidualCache(ResidualParts, ActivationCache):
         return positions if isinstance(positions, Slice) else Slice(positions)
 
 
-class _Point(HookPoint):
-    """A hook point that also passes through the plain model's point, where users may have hooks of their own."""
+class _Point(Point, HookPoint):
+    """transformer-lens's point, which also passes through the plain model's, where users may have hooks too."""
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__()

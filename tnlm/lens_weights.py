@@ -1,4 +1,8 @@
-"""Weights in the layout and under the names of transformer-lens: views of the parameters, (in, out) per head."""
+"""Weights in the layout and under the names of transformer-lens, (in, out) per head.
+
+Those of a part (``model.blocks[0].attn.W_Q``, ``model.embed.W_E``) are views of its parameters: editing one in place,
+under ``torch.no_grad()``, edits the model. Those of the whole model (``model.W_Q``, ``model.W_E``) are copies.
+"""
 
 import copy
 from collections.abc import Callable
@@ -11,7 +15,7 @@ from torch import Tensor, nn
 
 from tnlm.attention import Attention
 from tnlm.mlp import MLP
-from tnlm.points import is_point
+from tnlm.points import Point
 from tnlm.residual import bias_sum, target
 from tnlm.transformer import Block, Embedding, Unembedding
 
@@ -31,7 +35,7 @@ class LensAttention(Attention):
 
 
 class LensMLP(MLP):
-    """``W_gate`` is what the activation acts on when there are two encoders, as in transformer-lens."""
+    """Views. ``W_gate`` is what the activation acts on when there are two encoders, as in transformer-lens."""
 
     W_in = property(lambda self: (self.w_r if self.gated else self.w_l).mT)
     W_out = property(lambda self: self.w_d.mT)
@@ -50,10 +54,14 @@ class LensBlock(Block):
 
 
 class LensEmbedding(Embedding):
+    """``W_E`` is a view."""
+
     W_E = property(lambda self: self.w_e)
 
 
 class LensUnembedding(Unembedding):
+    """``W_U`` is a view; ``b_U`` does not exist here and is zero."""
+
     W_U = property(lambda self: self.w_u.mT)
     b_U = property(lambda self: self.w_u.new_zeros(self.w_u.shape[0]))
 
@@ -70,7 +78,10 @@ _MLP_WEIGHTS = ("W_in", "W_gate", "W_out", "b_out")
 
 
 class ModelWeights:
-    """The weights of a whole model, for a root module with ``embed``, ``blocks`` and ``unembed``."""
+    """The weights of a whole model, for a root module with ``embed``, ``blocks`` and ``unembed``.
+
+    All are copies, made at each access; gradients reach the parameters through them.
+    """
 
     embed: LensEmbedding
     blocks: Any
@@ -78,18 +89,18 @@ class ModelWeights:
 
     @property
     def W_E(self) -> Shaped[Tensor, "d_vocab d_model"]:
-        return self.embed.w_e
+        return self.embed.W_E.clone()
 
     @property
     def W_U(self) -> Shaped[Tensor, "d_model d_vocab"]:
-        return self.unembed.w_u.mT
+        return self.unembed.W_U.clone()
 
     @property
     def b_U(self) -> Shaped[Tensor, " d_vocab"]:
         return self.unembed.b_U
 
     def __getattr__(self, name: str) -> Any:
-        """``W_Q`` and the like: the weight of every block, stacked (a copy) along ``n_layer``."""
+        """``W_Q`` and the like: the weight of every block, stacked along ``n_layer``."""
         part = {**dict.fromkeys(_ATTENTION_WEIGHTS, "attn"), **dict.fromkeys(_MLP_WEIGHTS, "mlp")}.get(name)
         if part is None:
             return super().__getattr__(name)  # type: ignore[misc]
@@ -109,7 +120,8 @@ class ModelWeights:
     ) -> Shaped[Tensor, " d_model"]:
         """The MLP biases of the layers below ``layer``, each with the factor of the mixing since; no other exists."""
         layer, end = target(layer, len(self.blocks), mlp_input=mlp_input, mixed=False)
-        return self.W_E.new_zeros(self.W_E.shape[1]) + (bias_sum(self.blocks, layer, end) if include_mlp_biases else 0)
+        w_e = self.embed.w_e
+        return w_e.new_zeros(w_e.shape[1]) + (bias_sum(self.blocks, layer, end) if include_mlp_biases else 0)
 
 
 def view(module: nn.Module, point: Callable[[nn.Module], nn.Module], seen: dict[int, nn.Module] | None = None) -> Any:
@@ -123,6 +135,6 @@ def view(module: nn.Module, point: Callable[[nn.Module], nn.Module], seen: dict[
         new.__class__ = _NAMED.get(type(module), type(module))
         new._modules = {}
         for name, child in module._modules.items():
-            swap = is_point(name) and isinstance(child, nn.Identity)
+            swap = isinstance(child, Point)
             new._modules[name] = None if child is None else point(child) if swap else view(child, point, seen)
     return seen[id(module)]

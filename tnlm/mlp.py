@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tnlm.config import GATED_MLPS, MLPKind
 from tnlm.kernels import pointwise
 from tnlm.network import DEFAULT_MAX_BYTES, Network
-from tnlm.points import listened
+from tnlm.points import Point, listened
 
 
 def linear(
@@ -65,10 +65,10 @@ class MLP(nn.Module):
         self.w_r = nn.Parameter(torch.empty(d_hidden, d_in, **new)) if self.gated else None
         self.w_d = nn.Parameter(torch.empty(d_out, d_hidden, **new))
         self.bias = nn.Parameter(torch.empty(d_out, **new)) if bias else None
-        self.hook_pre = nn.Identity()
+        self.hook_pre = Point()
         if self.gated:
-            self.hook_pre_linear = nn.Identity()
-        self.hook_post = nn.Identity()
+            self.hook_pre_linear = Point()
+        self.hook_post = Point()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

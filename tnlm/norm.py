@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from tnlm.config import FP32_EPS
 from tnlm.kernels import pointwise
-from tnlm.points import listened
+from tnlm.points import Point, listened
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -23,8 +23,8 @@ class RMSNorm(nn.Module):
     def __init__(self, eps: float = FP32_EPS) -> None:
         super().__init__()
         self.eps = eps
-        self.hook_scale = nn.Identity()
-        self.hook_normalized = nn.Identity()
+        self.hook_scale = Point()
+        self.hook_normalized = Point()
 
     def forward(self, x: Shaped[Tensor, "... d"]) -> Shaped[Tensor, "... d"]:
         closed = pointwise.fits(x)
@@ -45,7 +45,7 @@ class NoNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hook_normalized = nn.Identity()
+        self.hook_normalized = Point()
 
     def forward(self, x: Shaped[Tensor, "... d"]) -> Shaped[Tensor, "... d"]:
         return self.hook_normalized(x)

@@ -1,15 +1,111 @@
-"""Named points: ``nn.Identity`` submodules called ``hook_*``, free in training, where hooks observe and intervene."""
+"""Named points: :class:`Point` submodules called ``hook_*``, free in training, where hooks observe and intervene."""
 
 import copy
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 M = TypeVar("M", bound=nn.Module)
+
+
+class Point(nn.Identity):
+    """The identity, at a named place of the forward. Every hook on it gets a tensor of its own.
+
+    A hook that edits its tensor in place, or returns another one, changes what goes on from this point and nothing
+    else: not what other parts of the model hold, nor what other hooks have kept. The same is true of gradients in
+    backward hooks. Without hooks nothing is copied.
+
+    Raises:
+        ValueError: In the forward or the backward, when a hook gives a value of another shape, dtype or device.
+    """
+
+    name: str | None = None
+    """Its path in the model; given by the model that holds it."""
+
+    def register_forward_hook(self, hook: Callable, **options: Any) -> RemovableHandle:
+        """As in torch; ``hook`` is called with a copy, as the input and as the output of this identity."""
+        return super().register_forward_hook(partial(_on_output, hook), **options)
+
+    def register_forward_pre_hook(self, hook: Callable, **options: Any) -> RemovableHandle:
+        """As in torch; ``hook`` is called with a copy."""
+        return super().register_forward_pre_hook(partial(_on_input, hook), **options)
+
+    def register_full_backward_hook(self, hook: Callable, prepend: bool = False) -> RemovableHandle:
+        """As in torch; ``hook`` is called with copies of the gradients."""
+        return super().register_full_backward_hook(partial(_on_gradient, hook), prepend=prepend)
+
+    def register_full_backward_pre_hook(self, hook: Callable, prepend: bool = False) -> RemovableHandle:
+        """As in torch; ``hook`` is called with a copy of the gradient."""
+        return super().register_full_backward_pre_hook(partial(_on_gradient, hook), prepend=prepend)
+
+    register_backward_hook = register_full_backward_hook  # torch's older one hands out the gradients themselves
+
+
+def _on_output(hook: Callable, point: Point, inputs: tuple, *others: Any) -> Tensor | None:
+    *kwargs, value = others
+    if value is None:  # an always_call hook after an earlier hook failed
+        return hook(point, inputs, *kwargs, value)
+    own = value.clone()
+    returned = hook(point, (own,), *kwargs, own)
+    return _passed_on(point, value, own if returned is None else returned)
+
+
+def _on_input(hook: Callable, point: Point, inputs: tuple, *kwargs: Any) -> Any:
+    own = inputs[0].clone()
+    returned = hook(point, (own,), *kwargs)
+    if kwargs and returned is not None:
+        returned, _ = returned
+    (new,) = returned if isinstance(returned, tuple) else (own if returned is None else returned,)
+    new = _passed_on(point, inputs[0], new)
+    return ((new,), *kwargs) if kwargs else new
+
+
+def _on_gradient(hook: Callable, point: Point, *gradients: tuple) -> tuple | None:
+    """``gradients`` are those of the input and the output, or of the output alone; what is returned replaces the first.
+
+    An edit in place counts as one of the gradient at this point, whichever of the copies it was made in.
+    """
+    own = [tuple(None if g is None else g.clone() for g in given) for given in gradients]
+    returned = hook(point, *own)
+    if returned is None:
+        # a fresh copy has version 0
+        returned = next((given for given in own if any(g is not None and g._version for g in given)), None)
+    new = returned[0] if isinstance(returned, tuple) else returned
+    if new is None:
+        return None
+    old = next(given[0] for given in gradients if given[0] is not None)
+    return (_passed_on(point, old, new),)
+
+
+def _passed_on(point: Point, old: Tensor, new: Any) -> Tensor:
+    """A copy of what a hook made of ``old``, so that the hook's own tensor stays its own.
+
+    Raises:
+        ValueError: Another shape, dtype or device.
+    """
+    if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
+        where = f"the point {point.name}" if point.name else "a point of a part without a model"
+        raise ValueError(f"a hook at {where} must keep shape, dtype and device: {_kind(old)}; got {_kind(new)}")
+    return new.clone()
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{tuple(value.shape)}, {value.dtype}, {value.device}"
+
+
+def name_points(model: nn.Module) -> None:
+    """Tell every point of a model its path, for error messages."""
+    for name, module in model.named_modules():
+        if isinstance(module, Point):
+            module.name = name
 
 
 def hooked(*modules: nn.Module) -> bool:
@@ -24,17 +120,20 @@ def listened(*points: nn.Module) -> bool:
     a point which is present always fires. In a compiled graph that means hooks registered before it was compiled;
     torch ignores later ones.
     """
-    return hooked(*points) or any(type(p) is not nn.Identity for p in points)
+    return hooked(*points) or any(type(p) is not Point for p in points)
 
 
 @contextmanager
 def intervene(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor | None]]) -> Iterator[None]:
-    """While open, each named point's value passes through its function; ``None`` leaves it unchanged.
+    """While open, each named point's value passes through its function.
 
-    The hooks are removed on the way out, whatever happened inside, and nobody else's are touched.
+    What the function returns replaces the value; ``None`` keeps the tensor that it was given, with what was edited in
+    place. That tensor is the function's own (see :class:`Point`), so an edit acts at that point alone. The hooks are
+    removed on the way out, whatever happened inside, and nobody else's are touched.
 
     Raises:
-        ValueError: A name is not a point of the model (close matches are named), or a part of it is compiled.
+        ValueError: A name is not a point of the model (close matches are named), or a part of it is compiled; in the
+            forward, when a value of another shape, dtype or device is returned.
     """
     refuse_compiled(model)
     points = {name: module for name, module in model.named_modules() if is_point(name)}
@@ -64,7 +163,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def record(model: nn.Module, tokens: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """One forward without gradients; the value of each named point, plus ``"logits"``."""
+    """One forward without gradients; a copy of the value of each named point, plus ``"logits"``."""
     values: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[Tensor], None]:

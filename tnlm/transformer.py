@@ -15,6 +15,7 @@ from tnlm.kernels import Implementation
 from tnlm.mlp import MLP, linear
 from tnlm.network import Network
 from tnlm.norm import NoNorm, RMSNorm
+from tnlm.points import Point, name_points
 from tnlm.rotary import rotary_tables
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
@@ -49,20 +50,20 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, **new: Any) -> None:
         super().__init__()
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0], **new)) if config.x0_mixing else None
-        self.hook_resid_pre = nn.Identity()
-        self.hook_resid_mixed = nn.Identity()
+        self.hook_resid_pre = Point()
+        self.hook_resid_mixed = Point()
         self.attn = self.mlp = None
         if config.attention != "none":
             self.ln1 = _norm(config)
             self.attn = Attention(config, **new)
-            self.hook_attn_out = nn.Identity()
+            self.hook_attn_out = Point()
         if config.mlp != "none":
-            self.hook_resid_mid = nn.Identity()
+            self.hook_resid_mid = Point()
             self.ln2 = _norm(config)
             width, hidden = config.d_model, config.d_hidden
             self.mlp = MLP(kind=config.mlp, bias=config.mlp_bias, d_in=width, d_hidden=hidden, d_out=width, **new)
-            self.hook_mlp_out = nn.Identity()
-        self.hook_resid_post = nn.Identity()
+            self.hook_mlp_out = Point()
+        self.hook_resid_post = Point()
 
     def forward(
         self,
@@ -112,14 +113,15 @@ class Transformer(nn.Module):
         self.config = config
         self.compute_dtype: torch.dtype | None = None
         self.embed = Embedding(config.d_vocab, config.d_model, **new)
-        self.hook_embed_raw = nn.Identity()
+        self.hook_embed_raw = Point()
         if config.embedding_norm:
             self.ln_embed = _norm(config)
-        self.hook_embed = nn.Identity()
+        self.hook_embed = Point()
         blocks = nn.ModuleList(Block(config, **new) for _ in range(config.n_layer))
         self.blocks: Sequence[Block] = blocks  # type: ignore[assignment]
         self.ln_final = _norm(config)
         self.unembed = Unembedding(config.d_vocab, config.d_model, **new)
+        name_points(self)
         self.set_implementation(implementation)
 
     def set_implementation(self, implementation: Implementation) -> None:

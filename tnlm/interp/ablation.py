@@ -14,7 +14,7 @@ from tnlm.interp._checks import check_choice, check_count, check_finite
 from tnlm.interp.bilinear import BilinearTensor, check_layer
 from tnlm.interp.extraction import Extracted, extract
 from tnlm.mlp import MLP
-from tnlm.points import intervene, record, shared_copy
+from tnlm.points import intervene, name_points, record, shared_copy
 from tnlm.progress import track
 from tnlm.transformer import Transformer
 
@@ -230,4 +230,5 @@ def with_mlp(model: Transformer, layers: Mapping[int, BilinearTensor]) -> Transf
                 if value is not None:
                     getattr(new, name).copy_(value)
         edited.blocks[layer].mlp = new
+    name_points(edited)
     return edited
