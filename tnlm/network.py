@@ -70,9 +70,10 @@ class Network:
         name: What error messages call this network.
 
     Indices are local: an operand that is a Network is known by the names given beside it. Tensors are kept, not
-    copied, so gradients reach them. Everything is contracted in one accumulation dtype, the promotion
-    (``torch.promote_types``) of the dtypes of all tensors and inputs, nested ones included; it does not depend on
-    shapes nor on autocast, and is the dtype of the result.
+    copied, so gradients reach them; ``operands`` and :meth:`args` give views of them, and so of a model's
+    parameters. Everything is contracted in one accumulation dtype, the promotion (``torch.promote_types``) of the
+    dtypes of all tensors and inputs, nested ones included; it does not depend on shapes nor on autocast, and is the
+    dtype of the result.
 
     Raises:
         ValueError: Two sizes for one index (size 1 included: nothing broadcasts), a number of names unlike the

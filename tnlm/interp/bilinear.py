@@ -23,7 +23,8 @@ class BilinearTensor:
     ``S[o, i, j] = 1/2 sum_h w_d[o, h] (w_l[h, i] w_r[h, j] + w_l[h, j] w_r[h, i])``. Norms, inner products and Grams
     are of ``S``, hence free of the gauge of the factors (order of units, scale within a unit, left against right).
     Everything here is exact up to rounding. float32, float64 and complex, any device; complex inner products
-    conjugate the second argument.
+    conjugate the second argument. Tensors are kept, not copied: layers made from this one (``fold``, ``project`` and
+    others) may hold views of its factors.
 
     Args:
         w_l, w_r: Input maps, without bias.

@@ -30,7 +30,7 @@ def extract(model_or_id: "Transformer | str | Any", *, dtype: torch.dtype | None
         dtype: Of every tensor; ``None`` keeps the model's, with half precision widened to float32.
 
     Returns:
-        A view: editing the model's parameters in place edits it. Call ``.check(tokens)`` first.
+        A view: editing one in place, it or the model's parameters, edits the other. Call ``.check(tokens)`` first.
 
     Raises:
         ValueError: The object is not a model, or nothing loadable.
@@ -60,7 +60,11 @@ class Scalars:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Extracted:
-    """The tensors of one model: ``.mlp[l]``, ``.attention[l].head(n)``, ``.embed``, ``.unembed``, ``.scalars``."""
+    """The tensors of one model: ``.mlp[l]``, ``.attention[l].head(n)``, ``.embed``, ``.unembed``, ``.scalars``.
+
+    Every tensor is a view of a parameter, or of another of these tensors, where the dtype and the arithmetic allow:
+    read them, and ``clone()`` one before you edit it in place.
+    """
 
     model: Transformer
     dtype: torch.dtype | None = None
@@ -78,23 +82,23 @@ class Extracted:
         return self.config.n_layer
 
     def cast(self, p: Tensor) -> Tensor:
-        """A parameter in the dtype of this view, detached."""
+        """A parameter in the dtype of this object, detached: a view of it where it has that dtype."""
         p = p.detach()
         return p.to(self.dtype) if self.dtype is not None else (p.float() if p.dtype in HALF else p)
 
     @cached_property
     def embed(self) -> Float[Tensor, "d_vocab d_model"]:
-        """``w_e``, before the embedding norm; padding rows included (see :attr:`pad_tokens`)."""
+        """``w_e`` as a view, before the embedding norm; padding rows included (see :attr:`pad_tokens`)."""
         return self.cast(self.model.embed.w_e)
 
     @cached_property
     def unembed(self) -> Float[Tensor, "d_vocab d_model"]:
-        """``w_u``: logits before the softcap are ``w_u`` times the normed final residual."""
+        """``w_u`` as a view: logits before the softcap are ``w_u`` times the normed final residual."""
         return self.cast(self.model.unembed.w_u)
 
     @cached_property
     def x0(self) -> Float[Tensor, "d_vocab d_model"]:
-        """What each token writes into the residual stream: the embedding after its norm."""
+        """What each token writes into the residual stream: the embedding after its norm; without one a view of it."""
         config, rows = self.config, self.embed
         if not config.embedding_norm or config.norm == "none":
             return rows
@@ -124,7 +128,7 @@ class Extracted:
 
     @cached_property
     def mlp(self) -> "Layers[BilinearTensor]":
-        """``mlp[l]``: the layer as a :class:`BilinearTensor` of its normed input, bias included.
+        """``mlp[l]``: the layer as a :class:`BilinearTensor` of its normed input, bias included; its factors are views.
 
         Raises:
             ValueError: On access, when the kind is no polynomial.

@@ -22,6 +22,8 @@ class SVD(NamedTuple):
 class LowRank:
     """The matrix ``left @ right`` as its factors; everything below is exact and costs ``O((m + n) r**2)``.
 
+    Tensors are kept, not copied: ``mT`` holds views of them.
+
     Raises:
         ValueError: Shapes, dtypes or devices that do not fit together; NaN or infinity.
     """

@@ -110,12 +110,15 @@ class State:
         return other
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Plain tensors, all that `load_state_dict` needs: ``total``, ``seq``, ``v`` and the recent keys."""
+        """Views of what is held, all that `load_state_dict` needs: ``total``, ``seq``, ``v`` and the recent keys."""
         keys = {f"k{i + 1}": k for i, k in enumerate(self._keys)}
         return {"total": self._total, "v": self._v, "seq": torch.tensor(self.seq)} | keys
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Continue from a `state_dict` of a state made with the same arguments, but for device and a narrower dtype."""
+        """Continue from a `state_dict`, copied, of a state made with the same arguments, but for device and dtype.
+
+        The dtype saved may be narrower.
+        """
         own = self.state_dict()
         if saved.keys() != own.keys():
             raise ValueError(f"a {self.kind} state holds {sorted(own)}, got {sorted(saved)}")
@@ -126,8 +129,8 @@ class State:
                 raise ValueError(f"{name} must have shape {shape}, got {tuple(saved[name].shape)}")
             self._check_dtype(name, saved[name])
         self.seq = int(saved["seq"])
-        self._total, self._v = (saved[name].to(own[name]) for name in ("total", "v"))
-        self._keys = [saved[f"k{i + 1}"].to(k) for i, k in enumerate(self._keys)]
+        self._total, self._v = (saved[name].to(own[name], copy=True) for name in ("total", "v"))
+        self._keys = [saved[f"k{i + 1}"].to(k, copy=True) for i, k in enumerate(self._keys)]
 
     def _append(self, keys: list[Tensor], v: Tensor) -> None:
         dtype = self._total.dtype
