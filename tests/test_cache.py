@@ -9,6 +9,7 @@ from tnlm.points import intervene
 
 CUTS = [[1] * 17, [5] + [1] * 12, [17], [8, 9], [2, 3, 12], [0, 5, 0, 12]]
 MODES = [(kind, False) for kind in ATTENTIONS] + [("bilinear", True), ("squared", True)]
+ATTENDING = [(kind, recurrent) for kind, recurrent in MODES if kind != "none"]
 
 
 def in_pieces(model, tokens, cuts, *, recurrent):
@@ -42,7 +43,7 @@ def test_storage_doubles_and_keeps_what_it_holds():
     cache, pieces = LayerCache(), [torch.randn(2, n, 3, 4) for n in (3, 1, 1, 1, 5)]
     sizes = []
     for piece in pieces:
-        (held,) = cache.extend([piece])
+        (_, held) = cache.extend([-piece], piece)
         sizes.append(cache._storage[0].shape[1])
     assert torch.equal(held, torch.cat(pieces, dim=1))
     assert sizes == [3, 6, 6, 6, 12]
@@ -83,13 +84,13 @@ def test_the_context_counts_what_the_cache_has_seen():
 
 
 @pytest.mark.user_error
-@pytest.mark.parametrize("recurrent, message", [(False, "holds 2 rows, got 1"), (True, "batch=2")])
-def test_a_cache_serves_one_batch(recurrent, message):
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_cache_serves_one_batch(recurrent):
     model, cache, tokens = build(tiny()), Cache(tiny(), recurrent=recurrent), ids(2, 6)
     with torch.no_grad():
         # storage of 8 after two calls: the row would fit, and be copied into both
         first = [model(tokens[:, :4], cache=cache), model(tokens[:, 4:5], cache=cache)]
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"holds \(2, seq, 3, 4\) .*; got \(1, seq, 3, 4\)"):
             model(tokens[:1, 5:], cache=cache)
         last = model(tokens[:, 5:], cache=cache)
     torch.testing.assert_close(torch.cat([*first, last], dim=1), model(tokens), rtol=1e-12, atol=1e-12)
@@ -105,3 +106,117 @@ def test_the_stated_sizes_are_those_held(kind):
         model(ids(2, 5), cache=state)
     assert sum(t.numel() for t in kept.layers[0]._storage) == 2 * 5 * position_numbers(config)
     assert state.layers[0]._state.state_dict()["total"].numel() == 2 * state_numbers(config)
+
+
+# A forward that fails
+
+
+def raising(error):
+    def edit(value):
+        raise error
+
+    return edit
+
+
+PLACES = [
+    "hook_embed",
+    "blocks.1.attn.hook_v",
+    "blocks.1.attn.hook_z",
+    "blocks.2.hook_resid_post",
+    "ln_final.hook_scale",
+]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no room"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind, recurrent", ATTENDING)
+def test_a_forward_that_fails_leaves_the_cache_as_it_was(kind, recurrent, place, error):
+    """Other tokens go through the failing call, so that a layer which kept them would be seen."""
+    model, tokens, others = build(tiny(attention=kind)), ids(2, 17), ids(2, 17, seed=8)
+    cache, out = Cache(model.config, recurrent=recurrent), []
+    with torch.no_grad():
+        for start, end in ((0, 5), (5, 6), (6, 7), (7, 17)):  # the third fits the storage of the second
+            with intervene(model, {place: raising(error)}), pytest.raises(type(error)):
+                model(others[:, start:end], cache=cache)
+            assert cache.length == start
+            out.append(model(tokens[:, start:end], cache=cache))
+        torch.testing.assert_close(torch.cat(out, dim=1), model(tokens), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["pre_softcap", "final_residual"])
+def test_the_forwards_below_the_logits_keep_to_it_too(method):
+    model, tokens = build(tiny()), ids(2, 9)
+    with torch.no_grad():
+        expected, cache = getattr(model, method)(tokens), Cache(tiny())
+        with intervene(model, {"ln_final.hook_scale": raising(KeyboardInterrupt())}), pytest.raises(KeyboardInterrupt):
+            getattr(model, method)(tokens[:, :4], cache=cache)
+        parts = [getattr(model, method)(piece, cache=cache) for piece in tokens.split([4, 5], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-12, atol=1e-12)
+
+
+# Another model
+
+
+def other(**changes):
+    return tiny(**{"attention": "squared", **changes})
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize(
+    "config, made, got",
+    [
+        (other(attention="softmax"), "attention='squared'", "attention='softmax'"),
+        (other(attention="bilinear"), "attention='squared'", "attention='bilinear'"),
+        (other(n_layer=2), "n_layer=3", "n_layer=2"),
+        (other(n_layer=4), "n_layer=3", "n_layer=4"),
+        (other(n_head=5), "n_head=3", "n_head=5"),
+        (other(d_qk=6), "d_qk=4", "d_qk=6"),
+        (other(d_model=33), "d_model=30", "d_model=33"),
+        (other(value_residual=False), "value_residual=True", "value_residual=False"),
+    ],
+)
+def test_another_kind_of_model_is_refused(recurrent, config, made, got):
+    cache, tokens = Cache(other(), recurrent=recurrent), ids(2, 6)
+    model, wrong = build(other()), build(config)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=f"made for a model with .*{made}.*, got one with .*{got}"):
+            wrong(tokens, cache=cache)
+        first = model(tokens[:, :4], cache=cache)
+        with pytest.raises(ValueError, match=f"made for a model with .*{made}.*, got one with .*{got}"):
+            wrong(tokens[:, 4:], cache=cache)
+        rest = model(tokens[:, 4:], cache=cache)
+    torch.testing.assert_close(torch.cat([first, rest], dim=1), model(tokens), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize("filled, read", [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)], ids=str)
+@pytest.mark.parametrize("kind, recurrent", ATTENDING)
+def test_another_dtype_is_refused(kind, recurrent, filled, read):
+    config, tokens = tiny(attention=kind), ids(2, 6)
+    cache = Cache(config, recurrent=recurrent)
+    with torch.no_grad():
+        build(config, dtype=filled)(tokens[:, :4], cache=cache)
+        with pytest.raises(ValueError, match=rf"it holds .* {filled} cpu.*; got .* {read} cpu"):
+            build(config, dtype=read)(tokens[:, 4:], cache=cache)
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_another_device_is_refused(recurrent):
+    cache, tokens = Cache(tiny(), recurrent=recurrent), ids(2, 6)
+    with torch.no_grad():
+        build(tiny())(tokens[:, :4], cache=cache)
+        with pytest.raises(ValueError, match=r"it holds .* cpu.*; got .* meta"):
+            build(tiny()).to("meta")(tokens[:, 4:].to("meta"), cache=cache)
+
+
+@pytest.mark.user_error
+def test_a_layer_never_reads_what_it_did_not_write():
+    """One tensor more would have had memory that nobody filled in front of it."""
+    layer, piece = LayerCache(), torch.randn(2, 3, 3, 4)
+    layer.extend([piece], piece)
+    for keys in ([piece, piece], []):
+        with pytest.raises(ValueError, match=r"it holds \(2, seq, 3, 4\) .*; got "):
+            layer.extend(keys, piece)
+    assert layer.length == 3

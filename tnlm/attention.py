@@ -111,9 +111,16 @@ class Attention(nn.Module):
         v = self.hook_v_mixed(v)
         turned = Rotation(*tables)
         qk = [self._query_or_key(x, name, b, turned) for b in self.branches for name in ("q", "k")]
-        if cache is not None:
-            z = cache.attend(self, qk, v)
+        if isinstance(cache, LayerState):
+            if self.pattern_wanted:
+                raise ValueError(
+                    "a recurrent state forms no pattern, but a hook listens to scores or pattern; "
+                    'use the key-value cache ("kv") or none'
+                )
+            z = cache.answer(qk, v)
         else:
+            if cache is not None:
+                qk[1::2], v = cache.extend(qk[1::2], v)
             z = self.attend(qk, v)
         z = self.hook_z(z)
         if self.implementation == "eager" or listened(self.hook_result):

@@ -1,17 +1,19 @@
 """What generation keeps between forwards: keys and values, or a state that sums over them, for every layer."""
 
-from typing import TYPE_CHECKING
+import copy
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
 
-import torch
 from jaxtyping import Shaped
-from torch import Tensor
+from torch import Tensor, float32
 
 from tnlm.config import ModelConfig
 from tnlm.kernels import State
 from tnlm.norm import HALF
 
-if TYPE_CHECKING:
-    from tnlm.attention import Attention
+F = TypeVar("F", bound=Callable[..., Any])
 
 RECURRENT_ATTENTIONS = ("bilinear", "squared")
 """Kinds whose past is a sum over positions, and so fits a state of constant size."""
@@ -27,29 +29,32 @@ class LayerCache:
         self.length = 0
         self._storage: list[Tensor] = []
 
-    def extend(self, new: list[Tensor]) -> list[Tensor]:
-        """Append along ``seq`` and return everything held so far, as views ``(batch, length, n_head, d)``."""
-        if self._storage and self._storage[0].shape[0] != new[0].shape[0]:
-            raise ValueError(
-                f"a cache serves one batch: it holds {self._storage[0].shape[0]} rows, got {new[0].shape[0]}; "
-                "begin a new one"
-            )
-        start, self.length = self.length, self.length + new[0].shape[1]
-        if not self._storage or self._storage[0].shape[1] < self.length:
-            grown = [t.new_empty(t.shape[0], max(2 * start, self.length), *t.shape[2:]) for t in new]
-            for old, t in zip(self._storage, grown, strict=False):
-                t[:, :start] = old[:, :start]
-            self._storage = grown
-        for t, n in zip(self._storage, new, strict=True):
-            t[:, start : self.length] = n
-        return [t[:, : self.length] for t in self._storage]
+    def fork(self) -> "LayerCache":
+        """The same past, to be extended on trial: storage is shared, and this one reads none of it past its length."""
+        return copy.copy(self)
 
-    def attend(
-        self, attention: "Attention", qk: list[Tensor], v: Shaped[Tensor, "batch new n_head d_head"]
-    ) -> Shaped[Tensor, "batch new n_head d_head"]:
-        """Append the new keys and values, then attend from the new queries to all of them."""
-        *keys, values = self.extend([*qk[1::2], v])
-        return attention.attend([t for pair in zip(qk[::2], keys, strict=True) for t in pair], values)
+    def extend(
+        self, keys: list[Tensor], values: Shaped[Tensor, "batch new n_head d_head"]
+    ) -> tuple[list[Tensor], Shaped[Tensor, "batch length n_head d_head"]]:
+        """Append along ``seq``; all keys and values held by then, as views of the storage.
+
+        Raises:
+            ValueError: Another number of tensors, batch, sizes, dtype or device than what is held.
+        """
+        new = [*keys, values]
+        storage = self._storage or [t[:, :0] for t in new]
+        check_alike(storage, new)
+        start, length = self.length, self.length + values.shape[1]
+        if storage[0].shape[1] < length:
+            grown = [t.new_empty(t.shape[0], max(2 * start, length), *t.shape[2:]) for t in new]
+            for old, t in zip(storage, grown, strict=True):
+                t[:, :start] = old[:, :start]
+            storage = grown
+        for t, n in zip(storage, new, strict=True):
+            t[:, start:length] = n
+        self._storage, self.length = storage, length
+        *keys, values = [t[:, :length] for t in storage]
+        return keys, values
 
 
 class LayerState:
@@ -58,32 +63,49 @@ class LayerState:
     Memory: :func:`state_numbers` per row of the batch, in float32 or wider.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self._state: State | None = None
+        self._like: list[Tensor] = []
 
-    def attend(
-        self, attention: "Attention", qk: list[Tensor], v: Shaped[Tensor, "batch new n_head d_head"]
+    def fork(self) -> "LayerState":
+        """An independent continuation that shares the past."""
+        other = copy.copy(self)
+        other._state = None if self._state is None else self._state.fork()
+        return other
+
+    def answer(
+        self, qk: list[Tensor], v: Shaped[Tensor, "batch new n_head d_head"]
     ) -> Shaped[Tensor, "batch new n_head d_head"]:
-        """Answer the new queries from the state, which then includes the new keys and values."""
-        if attention.pattern_wanted:
-            raise ValueError(
-                "a recurrent state forms no pattern, but a hook listens to scores or pattern; "
-                'use the key-value cache ("kv") or none'
-            )
+        """Append the new keys and values, then answer the new queries, each over the past and the new up to its own.
+
+        Raises:
+            ValueError: Another number of tensors, batch, sizes, dtype or device than what is held.
+        """
+        new = [*qk, v]
         if self._state is None:
             batch, _, n_head, d_v = v.shape
-            dtype = torch.float32 if v.dtype in HALF else v.dtype
             sizes = {"batch": batch, "n_head": n_head, "d_qk": qk[0].shape[-1], "d_v": d_v}
-            self._state = State(attention.kind, **sizes, dtype=dtype, device=v.device)  # type: ignore[arg-type]
-        return self._state.attend(*qk, v)
+            dtype = float32 if v.dtype in HALF else v.dtype
+            self._state = State(self.kind, **sizes, dtype=dtype, device=v.device)  # type: ignore[arg-type]
+            self._like = [t.new_empty(t.shape[0], 0, *t.shape[2:]) for t in new]
+        check_alike(self._like, new)
+        return self._state.attend(*new)
 
 
 class Cache:
     """One :class:`LayerCache`, or with ``recurrent`` one :class:`LayerState`, per block; ``length`` positions seen.
 
+    A forward that fails, or is interrupted, leaves it as it was: see :func:`all_or_nothing`.
+
+    Args:
+        config: Of the model that fills and reads it; models with another one are refused.
+
     Raises:
         ValueError: ``recurrent`` with an attention kind that has no such state.
     """
+
+    layers: Sequence[LayerCache | LayerState]
 
     def __init__(self, config: ModelConfig, *, recurrent: bool = False) -> None:
         if recurrent and config.attention not in RECURRENT_ATTENTIONS:
@@ -91,12 +113,70 @@ class Cache:
                 f"a recurrent state needs attention in {RECURRENT_ATTENTIONS}, got {config.attention!r}: "
                 'a row-wise normaliser is no sum over keys; use the key-value cache ("kv")'
             )
-        layer = LayerState if recurrent else LayerCache
-        self.layers: list[LayerCache | LayerState] = [layer() for _ in range(config.n_layer)]
+        self.config = config
+        if recurrent:
+            self.layers = [LayerState(config.attention) for _ in range(config.n_layer)]
+        else:
+            self.layers = [LayerCache() for _ in range(config.n_layer)]
         self.length = 0
+
+    def fork(self) -> "Cache":
+        """The same past, to be extended on trial."""
+        other = copy.copy(self)
+        other.layers = [layer.fork() for layer in self.layers]
+        return other
+
+    def adopt(self, trial: "Cache") -> None:
+        """Take over what a fork was extended by; no other fork made before may be adopted then."""
+        vars(self).update(vars(trial))  # one step: no signal falls between the layers and the length
 
     def advance(self, new: int) -> None:
         self.length += new
+
+    def check(self, config: ModelConfig) -> None:
+        """Refuse a model that is not of the kind that this cache was made for.
+
+        Raises:
+            ValueError: Naming the fields that differ.
+        """
+        if config != self.config:
+            own, other = asdict(self.config), asdict(config)
+            names = [name for name in own if own[name] != other[name]]
+            made, got = (", ".join(f"{name}={values[name]!r}" for name in names) for values in (own, other))
+            raise ValueError(f"this cache was made for a model with {made}, got one with {got}; begin a new one")
+
+
+def all_or_nothing(forward: F) -> F:
+    """A method of a model that extends ``cache`` when it returns; when it raises, the cache stays as it was."""
+
+    @functools.wraps(forward)
+    def run(model: Any, *args: Any, cache: Cache | None = None, **options: Any) -> Any:
+        if cache is None:
+            return forward(model, *args, **options)
+        cache.check(model.config)
+        trial = cache.fork()
+        out = forward(model, *args, cache=trial, **options)
+        cache.adopt(trial)
+        return out
+
+    return run  # type: ignore[return-value]
+
+
+def check_alike(held: Iterable[Tensor], new: Iterable[Tensor]) -> None:
+    """Refuse tensors ``(batch, seq, n_head, d)`` that cannot be appended to those held.
+
+    Raises:
+        ValueError: Another number of them, or one of another batch, n_head, d, dtype or device.
+    """
+    said = [
+        ", ".join(f"({t.shape[0]}, seq, {t.shape[2]}, {t.shape[3]}) {t.dtype} {t.device}" for t in tensors)
+        for tensors in (held, new)
+    ]
+    if said[0] != said[1]:
+        raise ValueError(
+            f"a cache serves one model and one batch (batch, seq, n_head, d): it holds {said[0]}; got {said[1]}; "
+            "begin a new one"
+        )
 
 
 def state_numbers(config: ModelConfig) -> int:

@@ -9,7 +9,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from tnlm.attention import Attention
-from tnlm.cache import Cache, LayerCache, LayerState
+from tnlm.cache import Cache, LayerCache, LayerState, all_or_nothing
 from tnlm.config import ModelConfig
 from tnlm.kernels import Implementation
 from tnlm.mlp import MLP, linear
@@ -130,6 +130,7 @@ class Transformer(nn.Module):
             if block.attn is not None:
                 block.attn.implementation = implementation
 
+    @all_or_nothing
     def forward(
         self, tokens: Int[Tensor, "batch seq"], *, cache: Cache | None = None, last: bool = False
     ) -> Shaped[Tensor, "batch seq_out d_vocab"]:
@@ -137,20 +138,23 @@ class Transformer(nn.Module):
 
         Args:
             tokens: int64 or int32 ids below ``d_vocab``; checked in eager mode on CPU. With ``cache``, the new ones.
-            cache: What the positions before left; extended in place.
+            cache: What the positions before left; extended in place, unless the forward fails.
             last: Only the logits of the last position, ``(batch, 1, d_vocab)``: all that generation reads.
 
         Raises:
-            ValueError: ``tokens`` is not 2-D of integers, an id is out of range, or the sequence exceeds ``n_ctx``.
+            ValueError: ``tokens`` is not 2-D of integers, an id is out of range, or the sequence exceeds ``n_ctx``;
+                or ``cache`` was made for or filled by another model or batch.
         """
         return self.softcap(self.pre_softcap(tokens, cache=cache, last=last))
 
+    @all_or_nothing
     def pre_softcap(
         self, tokens: Int[Tensor, "batch seq"], *, cache: Cache | None = None, last: bool = False
     ) -> Shaped[Tensor, "batch seq_out d_vocab"]:
         """Logits before the softcap: linear in the final residual given its norm, so the ones to attribute."""
         return self.unembed(self.final_residual(tokens, cache=cache, last=last))
 
+    @all_or_nothing
     def final_residual(
         self, tokens: Int[Tensor, "batch seq"], *, cache: Cache | None = None, last: bool = False
     ) -> Shaped[Tensor, "batch seq_out d_model"]:
@@ -173,6 +177,7 @@ class Transformer(nn.Module):
             x = x.to(self.compute_dtype)
         return self.hook_embed(self.ln_embed(x) if self.config.embedding_norm else x)
 
+    @all_or_nothing
     def run(
         self, x0: Shaped[Tensor, "batch seq d_model"], *, start: int = 0, cache: Cache | None = None
     ) -> Shaped[Tensor, "batch seq d_model"]:

@@ -16,6 +16,7 @@ from tests.tiny_models import ATTENTIONS, build, ids, tiny
 from tnlm import tokenizer
 from tnlm.config import ModelConfig
 from tnlm.integrations import hf
+from tnlm.points import intervene
 
 TOKENS = ids(2, 5)
 CONFIGS = {attention: tiny(attention=attention) for attention in ATTENTIONS} | {
@@ -152,6 +153,46 @@ def test_a_cache_gives_the_whole_run(model, wrapped):
     rest = wrapped(TOKENS[:, 3:], cache=cache, use_cache=True, attention_mask=torch.ones(2, 5)).logits
     torch.testing.assert_close(torch.cat([first, rest], 1), model(TOKENS), rtol=1e-5, atol=1e-5)
     assert cache.get_seq_length() == 5
+
+
+@pytest.mark.parametrize("place", ["blocks.1.attn.hook_z", "ln_final.hook_scale"])
+def test_a_forward_that_fails_leaves_the_cache_as_it_was(model, wrapped, place):
+    def interrupt(value):
+        raise KeyboardInterrupt
+
+    cache, out = DynamicCache(config=wrapped.config), []
+    for piece, other in zip(TOKENS.split([3, 2], dim=1), TOKENS.flip(0).split([3, 2], dim=1), strict=True):
+        length = cache.get_seq_length()
+        with intervene(model, {place: interrupt}), pytest.raises(KeyboardInterrupt):
+            wrapped(other, cache=cache)
+        assert cache.get_seq_length() == length
+        out.append(wrapped(piece, cache=cache).logits)
+    torch.testing.assert_close(torch.cat(out, 1), model(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"n_layer": 2}, r"n_layer=3 layers, got \[3, 3\]; it was filled by another model"),
+        ({"n_layer": 4}, r"n_layer=3 layers, got \[3, 3, 3, 3\]; it was filled by another model"),
+        ({"attention": "softmax"}, r"it holds .*; got .*; begin a new one"),
+        ({"d_qk": 6}, r"it holds .*; got .*; begin a new one"),
+    ],
+)
+def test_a_cache_of_another_model_is_refused(wrapped, changes, message):
+    cache = DynamicCache()
+    hf.wrap(build(tiny(**changes), torch.float32))(TOKENS[:, :3], cache=cache)
+    with pytest.raises(ValueError, match=message):
+        wrapped(TOKENS[:, 3:], cache=cache)
+
+
+@pytest.mark.user_error
+def test_a_cache_of_another_batch_is_refused(wrapped):
+    cache = DynamicCache()
+    wrapped(TOKENS[:, :3], cache=cache)
+    with pytest.raises(ValueError, match=r"it holds \(2, seq, .*; got \(1, seq,"):
+        wrapped(TOKENS[:1, 3:], cache=cache)
 
 
 def test_beams_reorder_the_cache(wrapped):

@@ -1,17 +1,17 @@
 """``tnlm.Transformer`` as a transformers model: loading, generation, caches and masks of that library."""
 
+import copy
 import dataclasses
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from tnlm.attention import Attention
-from tnlm.cache import Cache, LayerCache
+from tnlm.cache import Cache, LayerCache, check_alike
 from tnlm.config import METADATA_KEYS, ModelConfig
 from tnlm.transformer import Transformer, check_ids
 
@@ -138,7 +138,9 @@ class TnlmForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"forward has no {', '.join(ignored)}; for activations use tnlm.lens.hook(model.transformer)"
             )
-        past = _Past(cache, self.config) if cache is not None and (use_cache is None or use_cache) else None
+        past = (
+            _Past(cache, self.config.model_config) if cache is not None and (use_cache is None or use_cache) else None
+        )
         start = 0 if past is None else past.length
         if attention_mask is not None:
             input_ids = _apply_mask(attention_mask, input_ids, start, stateless=_stateless(self.config))
@@ -176,30 +178,49 @@ class _PastLayer(LayerCache):
     def __init__(self, cache: DynamicCache, layer: int) -> None:
         self.cache, self.layer = cache, layer
 
-    def attend(
-        self, attention: Attention, qk: list[Tensor], v: Shaped[Tensor, "batch new n_head d_head"]
-    ) -> Shaped[Tensor, "batch new n_head d_head"]:
-        keys = torch.cat(qk[1::2], dim=-1).transpose(1, 2)
-        keys, values = self.cache.update(keys, v.transpose(1, 2), self.layer)
-        branches = keys.transpose(1, 2).chunk(len(qk) // 2, dim=-1)
-        pairs = [t for pair in zip(qk[::2], branches, strict=True) for t in pair]
-        return attention.attend(pairs, values.transpose(1, 2))
+    def extend(self, keys: list[Tensor], values: Tensor) -> tuple[list[Tensor], Tensor]:
+        joined, n_qk = torch.cat(keys, dim=-1), len(keys)
+        if self.layer < len(self.cache.layers) and (past := self.cache.layers[self.layer]).get_seq_length():
+            check_alike([past.keys.transpose(1, 2), past.values.transpose(1, 2)], [joined, values])
+        joined, values = self.cache.update(joined.transpose(1, 2), values.transpose(1, 2), self.layer)
+        return list(joined.transpose(1, 2).chunk(n_qk, dim=-1)), values.transpose(1, 2)
 
 
 class _Past(Cache):
-    """A transformers cache as a :class:`tnlm.cache.Cache`; it advances by itself."""
+    """A transformers cache as a :class:`tnlm.cache.Cache`.
 
-    def __init__(self, cache: DynamicCache, config: TnlmConfig) -> None:
+    Its layers replace their tensors and never write into them, so copies of the layers are a fork.
+    """
+
+    def __init__(self, cache: DynamicCache, config: ModelConfig) -> None:
         if not isinstance(cache, DynamicCache):
             raise ValueError(
                 f"cache must be a DynamicCache, got {type(cache).__name__}: unused slots would count as keys, since no "
                 "softmax masks them"
             )
-        self.length = int(cache.get_seq_length())
+        self.cache, self.config = cache, config
+        lengths = [layer.get_seq_length() for layer in cache.layers]
+        if any(lengths) and lengths != config.n_layer * lengths[:1]:
+            raise ValueError(
+                f"cache must hold as many positions in each of n_layer={config.n_layer} layers, got {lengths}; "
+                "it was filled by another model: begin a new one"
+            )
         self.layers = [_PastLayer(cache, layer) for layer in range(config.n_layer)]
 
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        return int(self.cache.get_seq_length())
+
+    def fork(self) -> "_Past":
+        trial = copy.copy(self.cache)
+        trial.layers = [copy.copy(layer) for layer in self.cache.layers]
+        return _Past(trial, self.config)
+
+    def adopt(self, trial: Cache) -> None:
+        self.cache.layers = trial.cache.layers  # type: ignore[attr-defined]
+
     def advance(self, new: int) -> None:
-        """Nothing: every layer has grown in :meth:`_PastLayer.attend`."""
+        """Nothing: every layer has grown in :meth:`_PastLayer.extend`."""
 
 
 def _stateless(config: TnlmConfig) -> bool:
