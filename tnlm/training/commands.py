@@ -180,8 +180,9 @@ class Compare(Command):
         from tnlm.training.compare import Options, compare_arms
         from tnlm.training.runs import load_curves, load_run
 
-        fields = ("at", "sigma", "margin", "extrapolate", "warmdown")
-        options = Options(**{name: getattr(self, name) for name in fields})
+        flags = {f.name for f in dataclasses.fields(self)}
+        shared = [f.name for f in dataclasses.fields(Options) if f.name in flags]
+        options = Options(**{name: getattr(self, name) for name in shared})
         if self.curves is not None:
             base, variant = (load_curves(self.curves, specs) for specs in (self.base, self.variant))
         else:

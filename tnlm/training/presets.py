@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tnlm.config import AttentionKind, MLPKind, ModelConfig, published_size
 
@@ -129,15 +129,9 @@ class TrainConfig:
         for name in ("threads", "val_batch", "save_every", "keep_every"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low=1)
-        for name, kind in {
-            "recipe": Recipe,
-            "precision": Precision,
-            "ns_dtype": NewtonSchulzDtype,
-            "muon_distribution": MuonDistribution,
-            "tracker": Tracker,
-        }.items():
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {getattr(self, name)!r}")
+        kinds = get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            _check_kind(field.name, getattr(self, field.name), kinds[field.name])
         for name in ("lr_embed", "lr_head", "lr_matrix", "lr_scalar", "adam_eps", "weight_decay", "init_scale"):
             _check_float(name, getattr(self, name), low=0.0)
         for name in ("beta1", "beta2", "momentum_start", "momentum_end", "warmdown"):
@@ -279,6 +273,20 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"config file {path} must hold a JSON object, got {type(values).__name__}")
     return values
+
+
+def _check_kind(name: str, value: object, kind: Any) -> None:
+    """Refuse what is none of a field's choices, no switch, text or model; numbers have their ranges beside."""
+    if type(None) in get_args(kind):
+        if value is None:
+            return
+        (kind,) = (option for option in get_args(kind) if option is not type(None))
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}")
+    elif kind not in (int, float) and not isinstance(value, kind):
+        what = {bool: "true or false", str: "text"}.get(kind, f"a {kind.__name__}")
+        raise ValueError(f"{name} must be {what}, got {value!r}")
 
 
 def _check_int(name: str, value: object, *, low: int) -> None:
