@@ -88,7 +88,7 @@ class Run(Command):
     config: Path | None = None
     """A JSON file with any fields of TrainConfig (and model); flags override it."""
     dry_run: Off = False
-    """Print parameters, FLOPs, memory and time, and stop."""
+    """Print parameters, FLOPs, memory, epochs, disk and time, and stop."""
 
     def resolve(self) -> TrainConfig:
         """Preset, then config file, then flags."""
@@ -115,7 +115,8 @@ class Run(Command):
 
             if not World.from_environment().main:
                 return None
-            facts = estimate(config)
+            with announce("counting the tokens of the data"):
+                facts = estimate(config)
             self.say(to_text(config, facts), on_stderr=True)
             return facts
         return _train(config, command="run")
@@ -129,7 +130,7 @@ class Branch(Command):
     """
 
     trunk: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run folder; it needs checkpoints from before its warm-down (--save-every, --keep-every)."""
+    """The run folder. Every run keeps its last checkpoint before the warm-down, which serves longer horizons."""
     steps: int
     """Horizon of the new schedule, counted from the beginning of the trunk."""
     at: int | None = None

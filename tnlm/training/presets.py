@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tnlm.config import AttentionKind, MLPKind, ModelConfig, published_size
+from tnlm.training.schedule import Schedule
 
 Recipe = Literal["replication", "replication-exact"]
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -106,9 +107,9 @@ class TrainConfig:
     log_every: int = 10
     """Steps between lines, or updates of the bar."""
     save_every: int | None = None
-    """Steps between checkpoints; there is always one at the end and one at a signal."""
+    """Steps between checkpoints; there is always one before the warm-down, at the end, and at a signal."""
     keep_last: int = 2
-    """Newest checkpoints to keep."""
+    """Newest checkpoints to keep, beside the last one before the warm-down."""
     keep_every: int | None = None
     """Checkpoints at multiples of this are kept for good."""
     sample_tokens: int = 64
@@ -172,6 +173,17 @@ class TrainConfig:
     @property
     def warmdown_steps(self) -> int:
         return round(self.warmdown * self.steps)
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(
+            steps=self.steps,
+            warmup_steps=self.warmup_steps,
+            warmdown_steps=self.warmdown_steps,
+            momentum_start=self.momentum_start,
+            momentum_end=self.momentum_end,
+            momentum_warmup_steps=self.momentum_warmup_steps,
+        )
 
     @property
     def folder(self) -> Path:
@@ -312,6 +324,7 @@ def _nano_run(model: ModelConfig, **changes: Any) -> TrainConfig:
         "val_every": 50,
         "val_tokens": 16_384,
         "save_every": 100,
+        "keep_every": 100,  # 15 MB each: a branch of any horizon finds its checkpoint
         "shuffle": True,
     }
     return TrainConfig(model=model, **{**defaults, **changes})
