@@ -316,6 +316,21 @@ class TestPaired:
         assert not unpaired.paired
         assert unpaired.e1.high - unpaired.e1.low > 10 * (paired.e1.high - paired.e1.low)
 
+    def test_data_is_compared_as_far_as_it_is_read(self):
+        """A shard that was added for a longer horizon is no difference; another one, or a shuffle over it, is."""
+
+        def told(base, variant):
+            runs = [
+                make_run(0, 1000, arm=name, facts={**FACTS, "data_fingerprint": name, "shards_read": read})
+                for name, read in (("a", base), ("b", variant))
+            ]
+            result = compare(runs[:1], runs[1:])
+            return result.paired, [w for w in result.warnings if "training data" in w]
+
+        different = (False, ["training data differ: a and b"])
+        assert told(["x", "y"], ["x", "y", "z"]) == told(["x"], ["x"]) == (True, [])
+        assert told(["x", "y"], ["x", "z", "y"]) == told(None, ["x"]) == told(None, None) == different
+
     def test_differences_equal_scipy(self):
         a, b = np.array([1.0, 1.2, 0.9, 1.4]), np.array([1.1, 1.5, 1.3, 1.2])
         welch = ttest_ind(b, a[:3], equal_var=False)

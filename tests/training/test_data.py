@@ -241,6 +241,15 @@ class TestChangedShards:
             loader(TokenStream(shards.find_shards(copy))).load_state_dict(state)
 
 
+def test_shards_read_are_those_of_all_steps(stream):
+    """12 windows of 7 tokens a step: 403 tokens end in the fifth, 920 in the eleventh, 1270 in the sixteenth."""
+    made = loader(stream)
+    assert [len(made.shards_read(n)) for n in (1, 4, 5, 10, 11, 15)] == [1, 1, 2, 2, 3, 3]
+    assert made.shards_read(15)[:2] == made.shards_read(10) == loader(TokenStream(stream.paths[:2])).shards_read(10)
+    assert made.shards_read(16) is None
+    assert loader(stream, order="shuffle").shards_read(1) is None
+
+
 class TestEpochs:
     def test_passes_over_the_windows(self, stream):
         made = loader(stream)

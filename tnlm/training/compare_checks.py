@@ -9,9 +9,9 @@ _WITHIN_AN_ARM = ("model", "n_params", "flops_per_token")
 _ALWAYS_EQUAL = ("recipe", "dtype")
 _EQUAL_FOR_LOSS = ("val_fingerprint", "val_tokens", "seq", "tokenizer_hash")
 """Bits per byte compare across these, with a warning."""
-_WARNED = ("tokens_per_step", "data_fingerprint", "data_order", "implementation", "settings", "version")
-_PAIRED = ("data_fingerprint", "data_order", "settings")
-"""What two runs of one seed share when they are one draw: the batches, and what is done with them."""
+_WARNED = ("tokens_per_step", "data_order", "implementation", "settings", "version")
+_PAIRED = ("data_order", "settings")
+"""What two runs of one seed share when they are one draw, beside the data."""
 _LABEL = ("mlp", "attention")
 """Fields of the model that name an arm, and are shown with it."""
 _WORDS = {
@@ -55,6 +55,8 @@ def check(base: Arm, variant: Arm) -> list[str]:
             _refuse(runs, key, "compared runs must have one", hint)
         else:
             warnings += _differences(runs, key)
+    if not _same_data(runs):
+        warnings += _differences(runs, "data_fingerprint")
     for key in _WARNED:
         warnings += _differences(runs, key)
     warnings += _warmdown(runs)
@@ -72,12 +74,24 @@ def check(base: Arm, variant: Arm) -> list[str]:
 def is_paired(base: Arm, variant: Arm) -> bool:
     """Do the arms share seeds, data order and settings, so that each seed is one joint draw?"""
     runs = [*base.runs, *variant.runs]
-    known = all(len(_groups(runs, key)) == 1 and all(run.facts.get(key) is not None for run in runs) for key in _PAIRED)
+    known = _same_data(runs) and all(
+        len(_groups(runs, key)) == 1 and all(run.facts.get(key) is not None for run in runs) for key in _PAIRED
+    )
     seeds = [
         {(run.seed, run.steps) for run in arm.runs if run.steps in set(base.horizons) & set(variant.horizons)}
         for arm in (base, variant)
     ]
     return known and seeds[0] == seeds[1] and bool(seeds[0])
+
+
+def _same_data(runs: Sequence[Run]) -> bool:
+    """Are the runs known to read the same shards, each as far as it goes?"""
+    read = [run.facts.get("shards_read") for run in runs]
+    if None in read:
+        prints = {run.facts.get("data_fingerprint") for run in runs}
+        return len(prints) == 1 and None not in prints
+    longest = max(read, key=len)
+    return all(longest[: len(shards)] == shards for shards in read)
 
 
 def _groups(runs: Sequence[Run], key: str) -> list[tuple[Any, str]]:

@@ -303,6 +303,15 @@ class Loader:
                     f"{'another file of that name and size' if old == new else new}; {way_out}"
                 )
 
+    def shards_read(self, steps: int) -> list[str] | None:
+        """Hashes of the shards that ``steps`` steps read, in order; None where the batches depend on all shards."""
+        position = steps * self.batch
+        taken, length = self.progress(position)
+        if self.order == "shuffle" or taken > length:
+            return None
+        used = self.stream.shards_before(self._end(position))
+        return [shards.fingerprint([identity])[:16] for identity in self.stream.identities[:used]]
+
     def _end(self, position: int) -> int:
         """Place in the stream after the last token of the first ``position`` sequences, within the first epoch."""
         if position == 0:

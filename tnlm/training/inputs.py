@@ -64,6 +64,7 @@ def open_inputs(config: TrainConfig, world: World) -> Inputs:
         "windows": loader.windows if order != "fork" else None,
         "tokens_dropped": loader.tokens_dropped if order != "fork" else None,
         "fingerprint": stream.fingerprint,
+        "shards_read": loader.shards_read(config.steps),
         "order": order,
         "val_file": validation[0].name,
         "val_fingerprint": evaluated.fingerprint,

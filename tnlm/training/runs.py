@@ -4,7 +4,7 @@ A run folder holds ``config.json``, a ``TrainConfig``, and ``metrics.jsonl``, on
 here:
 
 - ``start`` or ``resume``: ``recipe n_params flops_per_token tokens_per_step warmdown_steps dtype versions world_size
-  accumulation`` and ``data`` with ``fingerprint order val_fingerprint tokenizer tokenizer_hash``;
+  accumulation`` and ``data`` with ``fingerprint shards_read order val_fingerprint tokenizer tokenizer_hash``;
 - ``train``: ``dt``, seconds of the step;
 - ``val``: ``step loss bits_per_byte val_tokens``.
 
@@ -73,8 +73,8 @@ class Run:
     """Median over the steps."""
     facts: dict[str, Any] = field(default_factory=dict)
     """``recipe dtype seq val_tokens val_fingerprint tokenizer tokenizer_hash n_params flops_per_token
-    tokens_per_step data_fingerprint data_order implementation version settings model``; absent for curves from
-    elsewhere."""
+    tokens_per_step data_fingerprint shards_read data_order implementation version settings model``; absent for
+    curves from elsewhere."""
 
     @property
     def final(self) -> float:
@@ -182,6 +182,7 @@ def load_run(folder: str | os.PathLike, *, metric: Metric = "loss") -> Run:
             "tokenizer": data.get("tokenizer"),
             "tokenizer_hash": data.get("tokenizer_hash"),
             "data_fingerprint": data.get("fingerprint"),
+            "shards_read": data.get("shards_read"),
             "data_order": _order(start),
             "version": start.get("versions"),
             "settings": settings(config),
