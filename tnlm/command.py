@@ -64,7 +64,7 @@ class Command:
     def __init_subclass__(cls) -> None:
         without_none(cls)
 
-    def execute(self) -> dict[str, Any]:
+    def execute(self) -> dict[str, Any] | None:
         raise NotImplementedError
 
     def show(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> None:

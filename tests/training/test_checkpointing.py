@@ -152,13 +152,22 @@ def test_folder_that_cannot_be_made(tmp_path, model):
 
 
 @pytest.mark.parametrize(
-    "keep_last, keep_every, kept",
-    [(1, None, [10]), (2, None, [8, 10]), (1, 4, [4, 8, 10]), (9, None, [2, 4, 6, 8, 10])],
+    "keep_last, keep_every, stable_end, kept",
+    [
+        (1, None, None, [10]),
+        (2, None, None, [8, 10]),
+        (1, 4, None, [4, 8, 10]),
+        (9, None, None, [2, 4, 6, 8, 10]),
+        (1, None, 7, [6, 10]),
+        (1, None, 4, [4, 10]),
+        (3, None, 6, [6, 8, 10]),
+        (2, 10, 1, [8, 10]),
+    ],
 )
-def test_pruning(keep_last, keep_every, kept, tmp_path, model):
+def test_pruning(keep_last, keep_every, stable_end, kept, tmp_path, model):
     for step in (2, 4, 6, 8, 10):
         write(tmp_path, step, model)
-    prune(tmp_path, keep_last=keep_last, keep_every=keep_every)
+    prune(tmp_path, keep_last=keep_last, keep_every=keep_every, stable_end=stable_end)
     assert checkpointing.complete_steps(tmp_path) == kept
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_ind, ttest_rel
 
+from tests.training.small import small_config
 from tnlm.training import compare_stats as cs
 from tnlm.training.compare import Options, compare_arms, matched_n0
 from tnlm.training.compare_report import to_dict, to_text, write
@@ -289,7 +290,7 @@ FACTS = {
     "data_order": "stream",
     "implementation": "auto",
     "version": {"tnlm": "1"},
-    "hyperparameters": {"lr": 0.1, "clip": None},
+    "settings": {"lr": 0.1, "clip": None},
     "model": {"mlp": "swiglu"},
 }
 
@@ -314,6 +315,21 @@ class TestPaired:
         unpaired = compare(base, other)
         assert not unpaired.paired
         assert unpaired.e1.high - unpaired.e1.low > 10 * (paired.e1.high - paired.e1.low)
+
+    def test_data_is_compared_as_far_as_it_is_read(self):
+        """A shard that was added for a longer horizon is no difference; another one, or a shuffle over it, is."""
+
+        def told(base, variant):
+            runs = [
+                make_run(0, 1000, arm=name, facts={**FACTS, "data_fingerprint": name, "shards_read": read})
+                for name, read in (("a", base), ("b", variant))
+            ]
+            result = compare(runs[:1], runs[1:])
+            return result.paired, [w for w in result.warnings if "training data" in w]
+
+        different = (False, ["training data differ: a and b"])
+        assert told(["x", "y"], ["x", "y", "z"]) == told(["x"], ["x"]) == (True, [])
+        assert told(["x", "y"], ["x", "z", "y"]) == told(None, ["x"]) == told(None, None) == different
 
     def test_differences_equal_scipy(self):
         a, b = np.array([1.0, 1.2, 0.9, 1.4]), np.array([1.1, 1.5, 1.3, 1.2])
@@ -379,7 +395,8 @@ class TestRefusals:
             ("data_fingerprint", "e", "training data differ: d and e"),
             ("n_params", 1020, r"parameters by \+2.0%"),
             ("implementation", "triton", "attention implementation differ: auto and triton"),
-            ("hyperparameters", {"lr": 0.2, "clip": None}, "hyper-parameters differ: {'lr': 0.1} and {'lr': 0.2}"),
+            ("settings", {"lr": 0.2, "clip": None}, "training settings differ: lr 0.1 and 0.2$"),
+            ("model", {"mlp": "swiglu", "d_qk": 4}, "models differ in more than mlp and attention: d_qk None and 4$"),
             ("version", {"tnlm": "2"}, "code version differ"),
         ],
     )
@@ -416,6 +433,19 @@ class TestRefusals:
         mixed = [*make_arm([1000], facts=FACTS), *make_arm([1100], facts={**FACTS, "n_params": 2000})]
         with pytest.raises(ValueError, match=r"base arm must have one parameter count, got 1000 .* two arms"):
             compare(mixed, make_arm([1000], name="v", facts=FACTS))
+        facts = {**FACTS, "model": {"mlp": "swiglu", "qk_norm": False}}
+        mixed = [
+            *make_arm([1000], facts={**FACTS, "model": {"mlp": "swiglu", "qk_norm": True}}),
+            *make_arm([9], facts=facts),
+        ]
+        with pytest.raises(
+            ValueError, match=r"base arm must have one model, got qk_norm True and False \(base-0-1000, "
+        ):
+            compare(mixed, make_arm([1000], name="v", facts=FACTS))
+        three = [{**FACTS, "settings": {"lr": lr, "clip": clip}} for lr, clip in ((0.1, None), (0.2, None), (0.1, 1.0))]
+        runs = [make_run(seed, 1000, facts=facts) for seed, facts in enumerate(three)]
+        (warning,) = compare(runs, make_arm([1000], name="v", facts=FACTS)).warnings
+        assert warning == "training settings differ: clip None and 1.0; lr 0.1 and 0.2", "of all runs, not of two"
         branches = [make_run(seed, 1000, trunk="t") for seed in (0, 1)]
         with pytest.raises(ValueError, match="branches of one trunk"):
             compare(branches, make_arm([1000], name="v"))
@@ -525,14 +555,7 @@ class TestRunFolders:
     def folder(self, tmp_path):
         folder = tmp_path / "run"
         folder.mkdir()
-        config = {
-            "model": {"mlp": "bilinear", "attention": "softmax", "n_ctx": 128},
-            "seed": 3,
-            "steps": 20,
-            "implementation": "eager",
-            "lr_matrix": 0.02,
-            "branched_from": None,
-        }
+        config = small_config(tmp_path, seed=3, implementation="eager").with_model(attention="softmax").to_dict()
         start = {
             "kind": "start",
             "recipe": "replication",
@@ -557,8 +580,8 @@ class TestRunFolders:
         assert (run.arm, run.seed, run.steps, run.final, run.warmdown_steps) == ("bilinear+softmax", "3", 20, 3.0, 8)
         assert run.curve_steps.tolist() == [0, 10, 20]
         assert run.seconds_per_step == pytest.approx(1.05)
-        assert run.facts["hyperparameters"] == {"lr_matrix": 0.02}
-        assert (run.facts["seq"], run.facts["val_tokens"], run.facts["val_fingerprint"]) == (128, 64, "v")
+        assert run.facts["settings"]["lr_matrix"] == 0.02
+        assert (run.facts["seq"], run.facts["val_tokens"], run.facts["val_fingerprint"]) == (6, 64, "v")
         assert load_run(folder, metric="bits_per_byte").final == 2.0
 
     def test_branches_name_their_trunk(self, folder, tmp_path):
@@ -589,7 +612,7 @@ class TestRunFolders:
         with pytest.raises(ValueError, match=r"must hold metrics.jsonl"):
             load_run(folder)
         (folder / "config.json").write_text('{"seed": 1}')
-        with pytest.raises(ValueError, match="lacks model, steps"):
+        with pytest.raises(ValueError, match="missing batch, micro_batch, model, steps"):
             load_run(folder)
 
     @pytest.mark.user_error

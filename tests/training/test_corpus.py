@@ -98,7 +98,7 @@ def test_write_embedded(small, tmp_path):
         ("train", "train_000001.bin", found.train),
         ("val", "val_000000.bin", found.validation),
     ):
-        ids = shards.open_shard(tmp_path / name)
+        ids = shards.Shard(tmp_path / name).read()
         assert bytes(ids.tolist()).decode() == "".join("\n\n" + d for d in documents)
         assert facts["splits"][split] == {
             "tokens": len(ids),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -144,7 +145,7 @@ class TestGlobalPosition:
     def test_other_data_is_refused_unless_allowed(self, stream):
         state = loader(stream).state_dict()
         other = loader(TokenStream(stream.paths[:2]), seq=5)
-        with pytest.raises(ValueError, match=r"another stream: seq 7 \(now 5\), fingerprint '"):
+        with pytest.raises(ValueError, match=r"another stream: seq 7 \(now 5\); resume"):
             other.load_state_dict(state)
         other.load_state_dict(state, allow_other_data=True)
         with pytest.raises(ValueError, match="another stream: batch None"):
@@ -152,6 +153,118 @@ class TestGlobalPosition:
         fork = loader(stream, order="fork", world_size=2).state_dict()
         with pytest.raises(ValueError, match=r"world_size 2 \(now 4\)"):
             loader(stream, order="fork", world_size=4).load_state_dict(fork, allow_other_data=True)
+
+
+class TestChangedShards:
+    """What a run has not read yet may change under it; the batches are then those of the new shards from the start."""
+
+    @pytest.fixture
+    def copy(self, folder, tmp_path):
+        for path in shards.find_shards(folder):
+            shutil.copy(path, tmp_path)
+        return tmp_path
+
+    @staticmethod
+    def after(folder, n, **changes):
+        """State after n steps of 12 windows of 7 tokens; the first shard has 403."""
+        made = loader(TokenStream(shards.find_shards(folder)), **changes)
+        _drain(made, n)
+        state = json.loads(json.dumps(made.state_dict()))
+        made.close()
+        return state
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{}, {"bos_align": True, "eot": 7}, {"order": "fork"}, {"order": "fork", "world_size": 2, "rank": 0}],
+        ids=["stream", "aligned", "fork", "fork of two"],
+    )
+    def test_shards_that_were_not_read_may_be_added_or_changed(self, copy, changes):
+        if "bos_align" in changes:
+            for path in shards.find_shards(copy):
+                shards.write_shard(path, shards.Shard(path).read() % 15)
+        state = self.after(copy, 3, **changes)
+        shards.write_shard(copy / "x_train_000003.bin", np.arange(33_000, 33_400) % 15)
+        shards.write_shard(copy / "x_train_000004.bin", np.arange(44_000, 44_500) % 15)
+        more = TokenStream(shards.find_shards(copy))
+        resumed, whole = loader(more, **changes), loader(more, **changes)
+        resumed.load_state_dict(state)
+        _drain(whole, 3)
+        for _ in range(12):
+            assert torch.equal(resumed.next_step(), whole.next_step())
+        resumed.close()
+        whole.close()
+
+    @pytest.mark.user_error
+    @pytest.mark.parametrize("order", ["stream", "fork"])
+    def test_a_shard_that_was_read_may_not_change(self, copy, order):
+        state = self.after(copy, 6, order=order)  # 504 tokens: two shards
+        second = copy / "x_train_000002.bin"
+        ids = shards.Shard(second).read()
+        shards.write_shard(second, np.append(ids[:-1], 9))
+        with pytest.raises(
+            ValueError,
+            match=r"of those, which the run has read, number 2 was x_train_000002.bin of 2058 "
+            "bytes and is another file of that name and size; put back",
+        ):
+            loader(TokenStream(shards.find_shards(copy)), order=order).load_state_dict(state)
+        paths = shards.find_shards(copy)
+        for others, now in ((paths[::2], "x_train_000003.bin of 1724 bytes"), (paths[:1], "none")):
+            with pytest.raises(ValueError, match=rf"number 2 was x_train_000002.bin of 2058 bytes and is {now}"):
+                loader(TokenStream(others), order=order).load_state_dict(state)
+
+    @pytest.mark.parametrize("order", ["stream", "fork"])
+    def test_the_first_epoch_ends_exactly_here(self, copy, order):
+        """181 windows are 15 steps of 12 and one more; the public order has 4, 6 and 4 of them, the first twice."""
+        changes = {"order": order, "micro_batch": 12}
+        states = [self.after(copy, n, **changes) for n in (15, 16)]
+        shards.write_shard(copy / "x_train_000004.bin", np.arange(500))
+        made = loader(TokenStream(shards.find_shards(copy)), **changes)
+        made.load_state_dict(states[0])
+        with pytest.raises(ValueError, match=r"all of which the run has read 1.0\d times, number 4 was none"):
+            made.load_state_dict(states[1])
+
+    @pytest.mark.user_error
+    def test_a_shuffle_draws_from_all(self, copy):
+        state = self.after(copy, 1, order="shuffle")
+        shards.write_shard(copy / "x_train_000004.bin", np.arange(500))
+        with pytest.raises(
+            ValueError, match="all of which a shuffle draws from, number 4 was none and is x_train_000004"
+        ):
+            loader(TokenStream(shards.find_shards(copy)), order="shuffle").load_state_dict(state)
+
+    @pytest.mark.user_error
+    def test_a_state_of_an_earlier_version_wants_the_same_shards(self, stream, copy):
+        state = {k: v for k, v in self.after(copy, 1).items() if k not in ("shards", "epoch_length")}
+        loader(stream).load_state_dict(state)
+        shards.write_shard(copy / "x_train_000004.bin", np.arange(500))
+        with pytest.raises(ValueError, match="are not those of the checkpoint"):
+            loader(TokenStream(shards.find_shards(copy))).load_state_dict(state)
+
+
+def test_shards_read_are_those_of_all_steps(stream):
+    """12 windows of 7 tokens a step: 403 tokens end in the fifth, 920 in the eleventh, 1270 in the sixteenth."""
+    made = loader(stream)
+    assert [len(made.shards_read(n)) for n in (1, 4, 5, 10, 11, 15)] == [1, 1, 2, 2, 3, 3]
+    assert made.shards_read(15)[:2] == made.shards_read(10) == loader(TokenStream(stream.paths[:2])).shards_read(10)
+    assert made.shards_read(16) is None
+    assert loader(stream, order="shuffle").shards_read(1) is None
+
+
+class TestEpochs:
+    def test_passes_over_the_windows(self, stream):
+        made = loader(stream)
+        assert [made.progress(p) for p in (0, 1, 181, 182)] == [(0, 181), (1, 181), (181, 181), (182, 181)]
+
+    @pytest.mark.parametrize("world_size", [1, 2])
+    def test_the_public_order_begins_anew(self, stream, world_size):
+        """Counted on the last rank, whose first place comes again when an epoch is over."""
+        changes = {"order": "fork", "micro_batch": 3, "batch": 3 * world_size}
+        made = loader(stream, **changes, world_size=world_size, rank=world_size - 1)
+        starts = [made._fork.start(i) for i in range(200)]
+        again = next(i for i in range(2, 200) if starts[i] == starts[0])
+        progress = [made.progress((i + 1) * 3 * world_size) for i in range(200)]
+        assert all(taken <= length for taken, length in progress[:again])
+        assert progress[again][0] == progress[again][1] + 1
 
 
 class TestForkOrder:

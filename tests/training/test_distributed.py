@@ -24,19 +24,23 @@ def curve(folder: Path, kind: str = "train") -> dict[int, float]:
     return {e["step"]: e["loss"] for e in read_metrics(folder / "metrics.jsonl") if e["kind"] == kind}
 
 
-def torchrun(config: TrainConfig, path: Path, *options: str) -> subprocess.Popen:
+def torchrun(config: TrainConfig, path: Path, *options: str, stderr: int = subprocess.PIPE) -> subprocess.Popen:
     """``tnlm-train run`` under torchrun, with a configuration file."""
     path.write_text(json.dumps(config.to_dict()))
     command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "tnlm.training.cli", "run", "--config"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
     return subprocess.Popen([*command, str(path)], env=environment, **pipes)
 
 
-def finish(*processes: subprocess.Popen) -> None:
+def finish(*processes: subprocess.Popen) -> list[str]:
+    """What each printed on stdout."""
+    printed = []
     for process in processes:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors[-3000:]
+        output, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, (errors or output)[-3000:]
+        printed.append(output)
+    return printed
 
 
 def close(ours: dict[int, float], theirs: dict[int, float], *, start: int) -> None:
@@ -48,8 +52,15 @@ def close(ours: dict[int, float], theirs: dict[int, float], *, start: int) -> No
 
 def test_two_ranks_are_one_and_resume_as_one(tmp_path):
     """Each rank one micro-batch of two; Muon's matrices are shared out. Then one rank continues what two saved."""
-    config = small_config(tmp_path, "two", steps=12, save_every=6, keep_last=3)
-    finish(torchrun(config, tmp_path / "two.json", "--standalone", "--nproc_per_node=2"))
+    config = small_config(tmp_path, "two", steps=12, save_every=6, keep_last=3, tokenizer="bytes")  # so it samples
+    config = config.replace(model=config.model.replace(d_vocab=256, d_vocab_used=256))
+    launched = torchrun(config, tmp_path / "two.json", "--standalone", "--nproc_per_node=2", stderr=subprocess.STDOUT)
+    (printed,) = finish(launched)
+    records = [line for line in printed.splitlines() if line.startswith("{")]
+    assert len(records) == 1, "rank 0 alone prints the record"
+    assert json.loads(records[0])["folder"] == str(config.folder)
+    assert "sample: " in printed
+    assert printed.splitlines()[-1] == records[0], "and nothing follows it, on either stream"
     one = config.replace(out=str(tmp_path / "one"))
     train(one, progress=False)
     close(curve(config.folder), curve(one.folder), start=1)

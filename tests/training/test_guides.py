@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from tnlm.training import cli, commands
+from tnlm.training.estimate import estimate
+from tnlm.training.presets import preset
+from tnlm.training.retention import kept_steps, saved_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "small_replication"
@@ -85,3 +88,36 @@ def test_replication_table_is_the_recorded_result(arm):
     assert f"| {' | '.join(cells)} |" in (ROOT / "docs" / "replication.md").read_text()
     assert result["base"]["seeds"] == result["variant"]["seeds"] == 5
     assert all("/" not in run["name"] for side in ("base", "variant") for run in result[side]["runs"])
+
+
+def test_disk_of_the_guides_is_the_dry_runs():
+    training, replication = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("training", "replication"))
+    medium = preset("medium")
+    plain, often = (estimate(config) for config in (medium, medium.replace(save_every=500, keep_every=500)))
+    gib = [f"{facts[key] / 2**30:.2f}" for facts, key in ((plain, "checkpoint_bytes"), (often, "disk_bytes"))]
+    assert f"keeps {len(plain['kept_steps'])} of {gib[0]} GiB" in training
+    assert f"keeps {len(often['kept_steps'])}, {gib[1]}\nGiB" in training
+    softmax = estimate(preset("medium", attention="softmax"))["disk_bytes"] / 2**30
+    assert (
+        f"leaves {plain['disk_bytes'] / 2**30:.2f} GiB, three checkpoints of {gib[0]} GiB ({softmax:.2f}" in replication
+    )
+
+
+def test_branches_of_the_replication_guide_start_from_what_a_run_keeps():
+    text = (ROOT / "docs" / "replication.md").read_text()
+    trunk = preset("medium")
+    start = trunk.schedule.stable_end
+    horizons = [int(steps) for steps in re.findall(r"tnlm-train branch \S+ --steps (\d+)", text)]
+    assert len(horizons) == 3
+    assert all(trunk.replace(steps=steps).schedule.stable_end >= start for steps in horizons)
+    assert start in kept_steps(saved_steps(trunk), keep_last=trunk.keep_last, stable_end=start)
+    left = [f"{steps - start:,}" for steps in horizons]
+    assert f"(step {start:,}), which gives them for {left[0]}, {left[1]} and {left[2]}\nsteps" in text
+
+
+def test_the_branch_of_the_training_guide_starts_from_what_nano_keeps():
+    trunk = preset("nano")
+    (steps,) = re.findall(r"tnlm-train branch \S+ --steps (\d+)", (ROOT / "docs" / "training.md").read_text())
+    branch = trunk.replace(steps=int(steps))
+    kept = kept_steps(saved_steps(trunk), keep_last=trunk.keep_last, keep_every=trunk.keep_every)
+    assert [step for step in kept if step <= branch.schedule.stable_end]

@@ -3,7 +3,9 @@
 import copy
 import json
 import math
+import os
 import re
+import shutil
 
 import pytest
 import torch
@@ -16,9 +18,11 @@ from tnlm.tokenizer import get
 from tnlm.training import train
 from tnlm.training.data import TokenStream
 from tnlm.training.distributed import World
+from tnlm.training.export import export
 from tnlm.training.loop import MeanLoss, TokenLosses, Trainer
 from tnlm.training.metrics import read_metrics
 from tnlm.training.optim import Optimizers
+from tnlm.training.runs import load_run
 from tnlm.training.shards import find_shards
 from tnlm.training.start import build_model, cpu_threads
 from tnlm.training.tokenize import tokenize_files
@@ -326,3 +330,59 @@ def test_one_gpu(tmp_path):
     result = train(config, progress=False)
     assert result.val_loss < math.log(VOCAB)
     assert train(config, progress=False) == result
+
+
+def test_tokens_that_come_again_are_announced_and_logged(tmp_path, capsys):
+    """669 tokens are 111 windows of 6: steps of 16 begin again in the 7th and in the 14th."""
+    config = small_config(tmp_path, batch=16, micro_batch=16, steps=18)
+    assert sum((301, 157, 211)) == 669
+    train(config)
+    err = capsys.readouterr().err
+    assert "18 steps of 96 tokens, 2.59 epochs of 669;" in err
+    assert "step 7/18  epoch 2 of 2.59 begins: tokens come again" in err
+    events = read_metrics(config.folder / "metrics.jsonl")
+    assert [(e["step"], e["epoch"]) for e in events if e["kind"] == "epoch"] == [(7, 2), (14, 3)]
+    assert [e["epoch"] for e in events if e["kind"] == "train"] == [16 * step / 111 for step in range(1, 19)]
+    assert next(e for e in events if e["kind"] == "start")["epochs"] == 16 * 18 / 111
+    assert load_run(config.folder).curve_steps.tolist() == [0, 5, 10, 15, 18], "other readers pass over the events"
+    exported = export(config.folder, tmp_path / "exported")
+    assert exported["val"] == load_run(config.folder).final
+
+
+def test_an_epoch_is_logged_once_however_the_run_was_stopped(tmp_path):
+    config = small_config(tmp_path, batch=16, micro_batch=16, steps=18, save_every=7)
+    train(config, progress=False)
+    shutil.rmtree(config.folder / "checkpoints" / "step_000018")
+    train(config, progress=False)
+    events = read_metrics(config.folder / "metrics.jsonl")
+    assert [(e["step"], e["epoch"]) for e in events if e["kind"] == "epoch"] == [(7, 2), (14, 3)]
+
+
+def test_a_run_within_its_data_has_no_epoch_event(tmp_path):
+    config = small_config(tmp_path)
+    train(config, progress=False)
+    assert all(e["kind"] != "epoch" for e in read_metrics(config.folder / "metrics.jsonl"))
+
+
+def test_a_batch_may_be_more_than_an_epoch(tmp_path):
+    config = small_config(tmp_path, batch=240, micro_batch=240, steps=2, momentum_warmup_steps=1)
+    train(config, progress=False)
+    events = read_metrics(config.folder / "metrics.jsonl")
+    assert [(e["step"], e["epoch"]) for e in events if e["kind"] == "epoch"] == [(1, 3), (2, 5)]
+
+
+@pytest.mark.user_error
+def test_a_shard_that_shrinks_under_the_run_stops_it_with_a_message(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    path, original = tmp_path / "data" / "tiny_train_000001.bin", Trainer.train_step
+
+    def shrinking(self):
+        if self.step == 3:
+            os.truncate(path, 1024 + 2 * 150)
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "train_step", shrinking)
+    with pytest.raises(
+        ValueError, match=r"tiny_train_000001.bin must keep the 301 tokens .* ends after 150: put it back"
+    ):
+        train(config, progress=False)

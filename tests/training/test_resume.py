@@ -19,11 +19,14 @@ import tnlm
 from tests.training.small import small_config
 from tnlm.training import train
 from tnlm.training.branch import branch_config
+from tnlm.training.checkpointing import complete_steps
+from tnlm.training.estimate import estimate
 from tnlm.training.export import export
 from tnlm.training.loop import Trainer
 from tnlm.training.metrics import read_metrics
 from tnlm.training.outcomes import Diverged, Interrupted
 from tnlm.training.presets import TrainConfig
+from tnlm.training.shards import Shard, write_shard
 
 TIMING = ("dt", "tok_s", "mfu", "max_mem")
 
@@ -210,7 +213,7 @@ def test_export_tells_the_losses_of_its_step_alone(tmp_path):
     assert before["train"] == curves["train", 16]
     assert "val" not in before, "step 16 was not validated"
     assert "val_loss" not in (tmp_path / "16" / "README.md").read_text()
-    with pytest.raises(ValueError, match=r"must hold a complete checkpoint of step 5, got 16, 20"):
+    with pytest.raises(ValueError, match=r"must hold a complete checkpoint of step 5, got 12, 16, 20"):
         export(config.folder, tmp_path / "5", step=5)
 
 
@@ -224,6 +227,37 @@ def test_branch_is_the_run_of_its_schedule(tmp_path):
     whole = trunk.replace(steps=16, out=str(tmp_path / "whole"))
     quietly(whole)
     assert record(branch.folder) == record(whole.folder)
+
+
+def test_a_run_keeps_what_a_longer_branch_starts_from(tmp_path):
+    """Saving nothing on the way and keeping one: the checkpoint before the warm-down is there all the same."""
+    trunk = small_config(tmp_path, "trunk", warmdown=0.35, save_every=None, keep_last=1, shuffle=True)
+    assert trunk.schedule.stable_end == 13
+    quietly(trunk)
+    assert complete_steps(trunk.folder) == [13, 20]
+    branch = branch_config(trunk.folder, steps=24)
+    assert branch.branched_from.endswith("step_000013")
+    quietly(branch)
+    assert complete_steps(branch.folder) == [16, 24]
+    whole = trunk.replace(steps=24, out=str(tmp_path / "whole"))
+    quietly(whole)
+    (ours, our_weights), (theirs, their_weights) = record(branch.folder), record(whole.folder)
+    assert our_weights == their_weights
+    saved_by_the_trunk = [event for event in ours if event not in theirs]
+    assert [(event["kind"], event["step"]) for event in saved_by_the_trunk] == [("save", 13)]
+
+
+def test_the_kept_checkpoints_are_those_that_the_dry_run_counts(tmp_path):
+    for i, changes in enumerate(({}, {"save_every": 3, "keep_every": 6, "keep_last": 1}, {"warmdown": 0.0})):
+        config = small_config(tmp_path, f"run{i}", **changes)
+        quietly(config)
+        facts = estimate(config)
+        held = list((config.folder / "checkpoints").iterdir())
+        assert facts["kept_steps"] == complete_steps(config.folder)
+        assert len(held) == len(facts["kept_steps"])
+        size = sum(file.stat().st_size for path in held for file in path.iterdir())
+        # beside the tensors: the states of three generators, 5 kB each, and names, shapes and shard identities
+        assert 0 <= size - len(held) * facts["checkpoint_bytes"] < len(held) * 64_000
 
 
 def test_longer_branch_of_a_constant_trunk(tmp_path):
@@ -242,9 +276,9 @@ def test_longer_branch_of_a_constant_trunk(tmp_path):
 def test_branch_refuses_a_checkpoint_from_a_warmdown(tmp_path):
     trunk = small_config(tmp_path, "trunk", warmdown=0.5, keep_last=1)
     quietly(trunk)
-    with pytest.raises(ValueError, match=r"checkpoint up to step 8.*got steps 20; train it with --save-every"):
+    with pytest.raises(ValueError, match=r"checkpoint up to step 8.*got steps 10, 20; .* longer .* --save-every"):
         branch_config(trunk.folder, steps=16)
-    with pytest.raises(ValueError, match=r"at step 20, at or before step 10 .*got steps 20"):
+    with pytest.raises(ValueError, match=r"at step 20, at or before step 10 .*got steps 10, 20"):
         branch_config(trunk.folder, steps=40, at=20)
 
 
@@ -262,15 +296,43 @@ def test_another_run_is_refused_with_what_differs(tmp_path):
 
 
 @pytest.mark.user_error
-def test_other_data_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("tiny_train_000001.bin", r"which the run has read, number 1 was tiny_train_000001.bin of 1626 bytes"),
+        ("tiny_val_000000.bin", r"the validation tokens are not those of .*step_000008"),
+    ],
+)
+def test_other_data_is_refused(name, message, tmp_path, monkeypatch):
     config = small_config(tmp_path)
     stop_at(monkeypatch, 9, raise_stop)
     with pytest.raises(Stop):
         quietly(config)
-    shard = tmp_path / "data" / "tiny_train_000002.bin"
-    shard.write_bytes(shard.read_bytes()[:-2] + b"\x01\x00")
-    with pytest.raises(ValueError, match="another stream: fingerprint"):
+    path = tmp_path / "data" / name
+    ids = Shard(path).read()
+    ids[[20, -1]] = 1
+    write_shard(path, ids)
+    with pytest.raises(ValueError, match=message):
         quietly(config)
+
+
+def test_resume_and_branch_on_more_shards_than_the_run_began_with(tmp_path, monkeypatch, capsys):
+    """13 steps of 24 tokens go into the second of three shards; 24 take the third, which is then another."""
+    config = small_config(tmp_path, "trunk", warmdown=0.35)
+    stop_at(monkeypatch, 14, raise_stop)
+    with pytest.raises(Stop):
+        quietly(config)
+    data = tmp_path / "data"
+    write_shard(data / "tiny_train_000003.bin", np.arange(180) % 53)
+    write_shard(data / "tiny_train_000004.bin", np.arange(190) % 31)
+    train(config)
+    assert "the training shards have changed beyond what step 13 had read" in capsys.readouterr().err
+    branch = branch_config(config.folder, steps=24)
+    quietly(branch)
+    for run in (config, branch):
+        whole = run.replace(out=str(tmp_path / f"whole{run.steps}"), branched_from=None)
+        quietly(whole)
+        assert record(run.folder)[1] == record(whole.folder)[1]
 
 
 @pytest.mark.user_error

@@ -83,7 +83,7 @@ def test_unreadable_file(tmp_path, monkeypatch):
 def test_allow_truncated_uses_the_whole_ids_left(tmp_path, cut):
     path = tmp_path / "x.bin"
     path.write_bytes(GOOD[:-cut])
-    kept = shards.open_shard(path, allow_truncated=True)
+    kept = shards.Shard(path, allow_truncated=True).read()
     assert len(kept) == 1000 - (cut + 1) // 2
     np.testing.assert_array_equal(kept, (np.arange(1000) % 97)[: len(kept)])
 
@@ -91,10 +91,39 @@ def test_allow_truncated_uses_the_whole_ids_left(tmp_path, cut):
 def test_write_and_read_back(tmp_path):
     ids = np.array([0, 50256, 65535, 7], dtype=np.int64)
     shards.write_shard(tmp_path / "x.bin", ids)
-    np.testing.assert_array_equal(shards.open_shard(tmp_path / "x.bin"), ids)
+    np.testing.assert_array_equal(shards.Shard(tmp_path / "x.bin").read(), ids)
     assert (tmp_path / "x.bin").stat().st_size == 1024 + 2 * 4
     assert os.listdir(tmp_path) == ["x.bin"], "no temporary may stay"
     assert np.frombuffer((tmp_path / "x.bin").read_bytes(), "<i4", 3).tolist() == [20240520, 1, 4]
+
+
+def test_parts_and_blocks(tmp_path):
+    ids = np.arange(1000)
+    shards.write_shard(tmp_path / "x.bin", ids)
+    shard = shards.Shard(tmp_path / "x.bin")
+    assert len(shard) == 1000
+    for start, count in ((0, 1), (990, 10), (13, 500)):
+        np.testing.assert_array_equal(shard.read(start, count), ids[start : start + count])
+    np.testing.assert_array_equal(shard.read(995, 50), ids[995:], "at most what there is")
+    blocks = list(shard.blocks(300))
+    assert [(start, len(block)) for start, block in blocks] == [(0, 300), (300, 300), (600, 300), (900, 100)]
+    np.testing.assert_array_equal(np.concatenate([block for _, block in blocks]), ids)
+
+
+@pytest.mark.user_error
+def test_a_shard_that_shrinks_while_it_is_open_is_an_error(tmp_path):
+    """A memory map would end the process with SIGBUS; replacing the file by name changes nothing."""
+    path = tmp_path / "x.bin"
+    shards.write_shard(path, np.arange(10_000))
+    shard = shards.Shard(path)
+    os.truncate(path, 1024 + 2 * 4000)
+    np.testing.assert_array_equal(shard.read(3000, 1000), np.arange(3000, 4000))
+    with pytest.raises(ValueError, match=r"x.bin must keep the 10000 tokens .* it ends after 4000: put it back"):
+        shard.read(3500, 1000)
+    with pytest.raises(ValueError, match="ends after"):
+        shard.read(9000, 10)
+    shards.write_shard(path, np.arange(5))
+    np.testing.assert_array_equal(shard.read(0, 9), np.arange(9))
 
 
 @pytest.mark.user_error
@@ -236,9 +265,10 @@ def test_fingerprint_sees_name_size_and_ends(tmp_path):
     for name, tokens in {"a.bin": [1, 2, 3], "b.bin": [1, 2, 4], "c.bin": [1, 2]}.items():
         shards.write_shard(tmp_path / name, tokens)
     paths = [tmp_path / name for name in ("a.bin", "b.bin", "c.bin")]
-    prints = {shards.fingerprint(p) for p in ([paths[0]], [paths[1]], [paths[2]], paths, paths[::-1])}
-    assert len(prints) == 5
-    assert shards.fingerprint(paths) == shards.fingerprint(paths)
+    lists = ([paths[0]], [paths[1]], [paths[2]], paths, paths[::-1])
+    prints = [shards.fingerprint([shards.shard_identity(path) for path in some]) for some in lists]
+    assert len(set(prints)) == 5
+    assert prints[3] == shards.fingerprint([shards.shard_identity(path) for path in paths])
 
 
 def test_sidecar(tmp_path):

@@ -23,9 +23,7 @@ def write_jsonl(path, documents, field="text"):
 
 
 def read_back(folder):
-    return [
-        np.asarray(shards.open_shard(p)) for p in sorted(folder.glob("*.bin"), key=lambda p: (p.name[0] != "v", p.name))
-    ]
+    return [shards.Shard(p).read() for p in sorted(folder.glob("*.bin"), key=lambda p: (p.name[0] != "v", p.name))]
 
 
 def test_layout(tmp_path, bpe):

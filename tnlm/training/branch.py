@@ -4,7 +4,6 @@ from pathlib import Path
 
 from tnlm.training.checkpointing import complete_steps
 from tnlm.training.presets import TrainConfig, load_config
-from tnlm.training.schedule import Schedule
 
 
 def branch_config(
@@ -32,13 +31,14 @@ def branch_config(
         warmdown=config.warmdown if warmdown is None else warmdown,
         out=out or f"{trunk}-steps{steps}",
     )
-    stable_end = min(_schedule(config).stable_end, _schedule(branch).stable_end)
+    stable_end = min(config.schedule.stable_end, branch.schedule.stable_end)
     held = complete_steps(trunk)
     usable = [step for step in held if step <= stable_end]
     if at is None and not usable:
         raise ValueError(
             f"{trunk} must hold a complete checkpoint up to step {stable_end}, where a warm-down begins, got "
-            f"{_listed(held)}; train it with --save-every N --keep-every N"
+            f"{_listed(held)}; a run keeps its last checkpoint before its own warm-down, which serves longer horizons: "
+            "for a shorter one train it with --save-every N --keep-every N"
         )
     if at is not None and at not in usable:
         raise ValueError(
@@ -47,10 +47,6 @@ def branch_config(
         )
     step = max(usable) if at is None else at
     return branch.replace(branched_from=str((trunk / "checkpoints" / f"step_{step:06d}").resolve()))
-
-
-def _schedule(config: TrainConfig) -> Schedule:
-    return Schedule(steps=config.steps, warmup_steps=config.warmup_steps, warmdown_steps=config.warmdown_steps)
 
 
 def _listed(steps: list[int]) -> str:

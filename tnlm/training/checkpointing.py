@@ -30,6 +30,7 @@ from torch import Tensor
 import tnlm
 from tnlm.tokenizer import Tokenizer
 from tnlm.training.outcomes import SaveError
+from tnlm.training.retention import kept_steps
 from tnlm.transformer import Transformer
 
 MARKER = "COMPLETE"
@@ -155,11 +156,12 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(path=path, step=step, tensors=_read_tensors(path / "training.safetensors"), facts=facts)
 
 
-def prune(run: Path, *, keep_last: int, keep_every: int | None) -> None:
-    """Remove complete checkpoints beyond the newest ``keep_last``, save those at multiples of ``keep_every``."""
+def prune(run: Path, *, keep_last: int, keep_every: int | None, stable_end: int | None = None) -> None:
+    """Remove the complete checkpoints that :func:`tnlm.training.retention.kept_steps` does not name."""
     complete = [path for path in _by_age(run) if find_defect(path) is None]
-    for path in complete[keep_last:]:
-        if keep_every is None or _step(path) % keep_every:
+    kept = kept_steps(map(_step, complete), keep_last=keep_last, keep_every=keep_every, stable_end=stable_end)
+    for path in complete:
+        if _step(path) not in kept:
             # without its marker a half-removed folder is no checkpoint
             (path / MARKER).unlink()
             shutil.rmtree(path)

@@ -1,6 +1,6 @@
 """Command ``tnlm-train``: run, branch, compare, export, data.
 
-Progress goes to stderr, the last line of stdout is one JSON record. Exit codes:
+Progress goes to stderr, the last line of stdout is one JSON record, rank 0's under torchrun. Exit codes:
 
 - 0: done
 - 1: an unexpected error (a traceback), or damaged shards in ``data check``
@@ -49,7 +49,7 @@ def _run(argv: Sequence[str] | None) -> int:
     return _execute(command.execute, usage=FAILED if isinstance(command, commands.DataCheck) else USAGE)
 
 
-def _execute(execute: Callable[[], dict[str, Any]], *, usage: int) -> int:
+def _execute(execute: Callable[[], dict[str, Any] | None], *, usage: int) -> int:
     try:
         print_record(execute())
     except BrokenPipeError:

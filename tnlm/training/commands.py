@@ -1,4 +1,7 @@
-"""The commands of ``tnlm-train`` as dataclasses: fields are flags, ``execute`` returns the record printed last."""
+"""The commands of ``tnlm-train`` as dataclasses: fields are flags, ``execute`` returns the record printed last.
+
+Under torchrun every rank runs the command, and the record is rank 0's: the others return None.
+"""
 
 import dataclasses
 import os
@@ -12,6 +15,7 @@ import tyro
 from tnlm.command import Command, without_none
 from tnlm.config import AttentionKind, MLPKind
 from tnlm.progress import announce
+from tnlm.training.distributed import World
 from tnlm.training.presets import Precision, Recipe, Tracker, TrainConfig, preset, read_json
 
 Off = tyro.conf.FlagCreatePairsOff[bool]
@@ -84,7 +88,7 @@ class Run(Command):
     config: Path | None = None
     """A JSON file with any fields of TrainConfig (and model); flags override it."""
     dry_run: Off = False
-    """Print parameters, FLOPs, memory and time, and stop."""
+    """Print parameters, FLOPs, memory, epochs, disk and time, and stop."""
 
     def resolve(self) -> TrainConfig:
         """Preset, then config file, then flags."""
@@ -104,17 +108,18 @@ class Run(Command):
             flags["shuffle"] = False  # small presets shuffle; the published order does not
         return config.replace(**flags)
 
-    def execute(self) -> dict[str, Any]:
+    def execute(self) -> dict[str, Any] | None:
         config = self.resolve()
         if self.dry_run:
             from tnlm.training.estimate import estimate, to_text
 
-            facts = estimate(config)
+            if not World.from_environment().main:
+                return None
+            with announce("counting the tokens of the data"):
+                facts = estimate(config)
             self.say(to_text(config, facts), on_stderr=True)
             return facts
-        from tnlm.training.loop import train
-
-        return {"command": "run", **train(config).to_dict()}
+        return _train(config, command="run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +130,7 @@ class Branch(Command):
     """
 
     trunk: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run folder; it needs checkpoints from before its warm-down (--save-every, --keep-every)."""
+    """The run folder. Every run keeps its last checkpoint before the warm-down, which serves longer horizons."""
     steps: int
     """Horizon of the new schedule, counted from the beginning of the trunk."""
     at: int | None = None
@@ -137,14 +142,13 @@ class Branch(Command):
     keep_last: int | None = None
     threads: int | None = None
 
-    def execute(self) -> dict[str, Any]:
+    def execute(self) -> dict[str, Any] | None:
         from tnlm.training.branch import branch_config
-        from tnlm.training.loop import train
 
         config = branch_config(self.trunk, steps=self.steps, at=self.at, warmdown=self.warmdown, out=self.out)
         changes = {"keep_last": self.keep_last, "threads": self.threads}
         config = config.replace(**{k: v for k, v in changes.items() if v is not None})
-        return {"command": "branch", "branched_from": config.branched_from, **train(config).to_dict()}
+        return _train(config, command="branch", branched_from=config.branched_from)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +184,9 @@ class Compare(Command):
         from tnlm.training.compare import Options, compare_arms
         from tnlm.training.runs import load_curves, load_run
 
-        fields = ("at", "sigma", "margin", "extrapolate", "warmdown")
-        options = Options(**{name: getattr(self, name) for name in fields})
+        flags = {f.name for f in dataclasses.fields(self)}
+        shared = [f.name for f in dataclasses.fields(Options) if f.name in flags]
+        options = Options(**{name: getattr(self, name) for name in shared})
         if self.curves is not None:
             base, variant = (load_curves(self.curves, specs) for specs in (self.base, self.variant))
         else:
@@ -350,6 +355,14 @@ class DataToy(Command):
                 seed=self.seed,
             )
         return {"command": "data toy", "out": str(self.out), **facts}
+
+
+def _train(config: TrainConfig, **what: Any) -> dict[str, Any] | None:
+    """Train on every rank; the record on rank 0, which has then written everything, the sample included."""
+    from tnlm.training.loop import train
+
+    result = train(config)
+    return {**what, **result.to_dict()} if World.from_environment().main else None
 
 
 def _count_files(name: str, done: int, total: int) -> None:

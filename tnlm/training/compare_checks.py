@@ -9,7 +9,11 @@ _WITHIN_AN_ARM = ("model", "n_params", "flops_per_token")
 _ALWAYS_EQUAL = ("recipe", "dtype")
 _EQUAL_FOR_LOSS = ("val_fingerprint", "val_tokens", "seq", "tokenizer_hash")
 """Bits per byte compare across these, with a warning."""
-_WARNED = ("tokens_per_step", "data_fingerprint", "data_order", "implementation", "hyperparameters", "version")
+_WARNED = ("tokens_per_step", "data_order", "implementation", "settings", "version")
+_PAIRED = ("data_order", "settings")
+"""What two runs of one seed share when they are one draw, beside the data."""
+_LABEL = ("mlp", "attention")
+"""Fields of the model that name an arm, and are shown with it."""
 _WORDS = {
     "val_fingerprint": "validation tokens (by hash)",
     "val_tokens": "number of validation tokens",
@@ -19,7 +23,7 @@ _WORDS = {
     "data_fingerprint": "training data",
     "data_order": "data order",
     "implementation": "attention implementation",
-    "hyperparameters": "hyper-parameters",
+    "settings": "training settings",
     "version": "code version",
     "n_params": "parameter count",
     "flops_per_token": "FLOPs per token",
@@ -51,9 +55,14 @@ def check(base: Arm, variant: Arm) -> list[str]:
             _refuse(runs, key, "compared runs must have one", hint)
         else:
             warnings += _differences(runs, key)
+    if not _same_data(runs):
+        warnings += _differences(runs, "data_fingerprint")
     for key in _WARNED:
         warnings += _differences(runs, key)
     warnings += _warmdown(runs)
+    beside = [{k: v for k, v in model.items() if k not in _LABEL} for model, _ in _groups(runs, "model")]
+    if told := _told(beside):
+        warnings.append(f"models differ in more than {' and '.join(_LABEL)}: {told}")
     params = [arm.fact("n_params") for arm in (base, variant)]
     if all(params) and abs(params[1] / params[0] - 1) > 0.01:
         warnings.append(f"the arms differ in parameters by {100 * (params[1] / params[0] - 1):+.1f}%")
@@ -63,14 +72,26 @@ def check(base: Arm, variant: Arm) -> list[str]:
 
 
 def is_paired(base: Arm, variant: Arm) -> bool:
-    """Do the arms share seeds and data order, so that each seed is one joint draw?"""
-    facts = {(run.facts.get("data_fingerprint"), run.facts.get("data_order")) for run in [*base.runs, *variant.runs]}
-    known = len(facts) == 1 and None not in next(iter(facts))
+    """Do the arms share seeds, data order and settings, so that each seed is one joint draw?"""
+    runs = [*base.runs, *variant.runs]
+    known = _same_data(runs) and all(
+        len(_groups(runs, key)) == 1 and all(run.facts.get(key) is not None for run in runs) for key in _PAIRED
+    )
     seeds = [
         {(run.seed, run.steps) for run in arm.runs if run.steps in set(base.horizons) & set(variant.horizons)}
         for arm in (base, variant)
     ]
     return known and seeds[0] == seeds[1] and bool(seeds[0])
+
+
+def _same_data(runs: Sequence[Run]) -> bool:
+    """Are the runs known to read the same shards, each as far as it goes?"""
+    read = [run.facts.get("shards_read") for run in runs]
+    if None in read:
+        prints = {run.facts.get("data_fingerprint") for run in runs}
+        return len(prints) == 1 and None not in prints
+    longest = max(read, key=len)
+    return all(longest[: len(shards)] == shards for shards in read)
 
 
 def _groups(runs: Sequence[Run], key: str) -> list[tuple[Any, str]]:
@@ -86,19 +107,28 @@ def _groups(runs: Sequence[Run], key: str) -> list[tuple[Any, str]]:
 def _refuse(runs: Sequence[Run], key: str, rule: str, way_out: str) -> None:
     found = _groups(runs, key)
     if len(found) > 1:
-        listed = " and ".join(f"{value} ({name})" for value, name in found[:2])
+        (first, a), (second, b) = found[:2]
+        listed = (
+            f"{_told([first, second])} ({a}, {b})" if isinstance(first, dict) else f"{first} ({a}) and {second} ({b})"
+        )
         raise ValueError(f"{rule} {_WORDS.get(key, key)}, got {listed}; {way_out}")
 
 
 def _differences(runs: Sequence[Run], key: str) -> list[str]:
-    found = _groups(runs, key)
-    if len(found) < 2:
-        return []
-    first, second = found[0][0], found[1][0]
-    if isinstance(first, dict) and isinstance(second, dict):
-        keys = [k for k in sorted(first.keys() | second.keys()) if first.get(k) != second.get(k)]
-        first, second = ({k: value.get(k) for k in keys} for value in (first, second))
-    return [f"{_WORDS[key]} differ: {first} and {second}"]
+    told = _told([value for value, _ in _groups(runs, key)])
+    return [f"{_WORDS[key]} differ: {told}"] if told else []
+
+
+def _told(values: Sequence[Any]) -> str:
+    """``a and b`` of distinct values, or ``key a and b`` of every entry that differs between dicts; "" of one value."""
+    if not all(isinstance(value, dict) for value in values):
+        return " and ".join(map(str, values)) if len(values) > 1 else ""
+    parts = []
+    for key in sorted({key for value in values for key in value}):
+        distinct = list(dict.fromkeys(str(value.get(key)) for value in values))
+        if len(distinct) > 1:
+            parts.append(f"{key} {' and '.join(distinct)}")
+    return "; ".join(parts)
 
 
 def _warmdown(runs: Sequence[Run]) -> list[str]:

@@ -69,10 +69,6 @@ def _reading(reading: Reading) -> dict[str, Any]:
 
 
 def _arm(arm: Arm) -> dict[str, Any]:
-    keys = (
-        "recipe dtype seq val_tokens val_fingerprint tokenizer tokenizer_hash n_params flops_per_token "
-        "tokens_per_step data_fingerprint data_order implementation version"
-    ).split()
     return {
         "label": arm.label,
         "seeds": arm.seeds,
@@ -97,7 +93,7 @@ def _arm(arm: Arm) -> dict[str, Any]:
         },
         "warmdown_steps": {str(n): arm.cell(n)[0].warmdown_steps for n in arm.horizons},
         "seconds_per_step": arm.seconds_per_step,
-        **{key: arm.fact(key) for key in keys},
+        **arm.runs[0].facts,
     }
 
 

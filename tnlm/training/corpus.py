@@ -125,6 +125,11 @@ def embedded_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def count_tokens(tokenizer: Tokenizer) -> int:
+    """Tokens of the training split. Costs about a CPU-second."""
+    return sum(len(tokenize.encode_document(tokenizer, document)) for document in embedded_corpus().train)
+
+
 def write_embedded(folder: str | os.PathLike, tokenizer: Tokenizer) -> dict[str, Any]:
     """Write the corpus as shards ``train_000001.bin`` and ``val_000000.bin`` with sidecar and tokenizer.
 

@@ -29,7 +29,7 @@ Order = Literal["stream", "shuffle", "fork"]
 
 
 class TokenStream:
-    """The tokens of sorted shards as one sequence, memory-mapped; nothing is read before it is asked for.
+    """The tokens of sorted shards as one sequence; nothing is read before it is asked for.
 
     Raises:
         ValueError: A shard is damaged (all are checked here, by header and size), or given twice.
@@ -39,30 +39,43 @@ class TokenStream:
         if not paths:
             raise ValueError("a token stream needs at least one shard, got none")
         self.paths = [Path(path) for path in paths]
-        self._maps = [shards.open_shard(path, allow_truncated=allow_truncated) for path in self.paths]
+        self._shards = [shards.Shard(path, allow_truncated=allow_truncated) for path in self.paths]
         shards.refuse_duplicates(self.paths)
-        self.sizes = [len(tokens) for tokens in self._maps]
+        self.sizes = [len(shard) for shard in self._shards]
         self._starts = np.concatenate([[0], np.cumsum(self.sizes)])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     @cached_property
+    def identities(self) -> list[dict[str, Any]]:
+        """Name, size, and hash of the first and last 4 kB of each shard, in order."""
+        return [shards.shard_identity(path) for path in self.paths]
+
+    @property
     def fingerprint(self) -> str:
-        """Hash of the shards' names, sizes and first and last 4 kB, in order."""
-        return shards.fingerprint(self.paths)
+        """One hash of :attr:`identities`."""
+        return shards.fingerprint(self.identities)
+
+    def shards_before(self, end: int) -> int:
+        """How many shards the tokens ``[0, end)`` lie in."""
+        return bisect.bisect_left(self._starts[:-1].tolist(), end)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens ``[start, start + count)`` as uint16, across shard boundaries."""
+        """Tokens ``[start, start + count)`` as uint16, across shard boundaries.
+
+        Raises:
+            ValueError: A shard has shrunk since it was opened.
+        """
         assert 0 <= start <= len(self) - count
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         parts = []
         while count > 0:
             offset = start - int(self._starts[first])
-            part = self._maps[first][offset : offset + count]
+            part = self._shards[first].read(offset, count)
             parts.append(part)
             start, count, first = start + len(part), count - len(part), first + 1
-        return np.concatenate(parts)
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def refuse_ids(self, tokens: np.ndarray, start: int, d_vocab: int) -> None:
         """Raise ``ValueError`` naming shard and place when a token, read from ``start`` on, is no id of the model."""
@@ -74,7 +87,11 @@ class TokenStream:
     def document_starts(self, eot: int) -> np.ndarray:
         """Places of the end-of-text id, which precedes each document. Reads everything: 0.1 s per 100M tokens."""
         return np.concatenate(
-            [start + np.flatnonzero(tokens == eot) for start, tokens in zip(self._starts, self._maps)]
+            [
+                start + at + np.flatnonzero(tokens == eot)
+                for start, shard in zip(self._starts, self._shards)
+                for at, tokens in shard.blocks()
+            ]
         )
 
 
@@ -144,7 +161,11 @@ class Loader:
         if self.windows == 0:
             raise ValueError(f"no document start is followed by {seq} tokens, so bos_align leaves no window")
         if order == "fork":
-            self._fork = ForkOrder(stream.sizes, seq=seq, micro_batch=micro_batch, rank=rank, world_size=world_size)
+            own, ahead = (
+                ForkOrder(stream.sizes, seq=seq, micro_batch=micro_batch, rank=r, world_size=world_size)
+                for r in (rank, world_size - 1)
+            )
+            self._fork, self._fork_ahead = own, ahead
         self.position = 0
         self._permutation: tuple[int, np.ndarray] = (-1, np.empty(0))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tnlm-data")
@@ -177,6 +198,18 @@ class Loader:
             index = int(self._permutation[1][index])
         return self._aligned_starts[index] if self.bos_align else index * self.seq
 
+    def progress(self, position: int) -> tuple[int, int]:
+        """What the first ``position`` sequences of the run took, and how much of that makes an epoch.
+
+        Windows; or, in the public order, micro-batches of the last rank, which is the first to begin anew.
+        """
+        if self.order != "fork":
+            return position, self.windows
+        return self._fork_ahead.taken(self._fork_count(position)), self._fork_ahead.per_epoch
+
+    def _fork_count(self, position: int) -> int:
+        return position // self.batch * self.accumulation
+
     def next_step(self) -> UInt16[Tensor, "accumulation micro_batch window"]:
         """The windows of the next step of this rank, ``seq + 1`` tokens each; see :func:`inputs_and_targets`.
 
@@ -192,7 +225,7 @@ class Loader:
         windows = np.empty((self.accumulation, self.micro_batch, self.seq + 1), dtype=np.uint16)
         for j in range(self.accumulation):
             if self.order == "fork":
-                start = self._fork.start(position // self.batch * self.accumulation + j)
+                start = self._fork.start(self._fork_count(position) + j)
                 tokens = self.stream.read(start, self.micro_batch * self.seq + 1)
                 self.stream.refuse_ids(tokens, start, self.d_vocab)
                 windows[j, :, :-1] = tokens[:-1].reshape(self.micro_batch, self.seq)
@@ -216,26 +249,76 @@ class Loader:
             "seed": self.seed,
             "bos_align": self.bos_align,
             "fingerprint": self.stream.fingerprint,
+            "shards": self.stream.identities,
+            "epoch_length": self.progress(0)[1],
         }
         if self.order == "fork":
             state |= {"world_size": self.world_size, "micro_batch": self.micro_batch}
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, allow_other_data: bool = False) -> None:
-        """Continue where ``state`` stands. ``allow_other_data`` accepts other shards, length, batch, seed or order.
+        """Continue where ``state`` stands.
+
+        Shards that were not read yet may have been added, removed or changed: the run then is the one that had these
+        from the beginning. A shuffle, and a second epoch, depend on all of them.
+
+        Args:
+            allow_other_data: Accept other shards, length, batch, seed or order.
 
         Raises:
             ValueError: The state is of other data; lists what differs. ``fork`` needs equal world size and
                 micro-batch.
         """
-        own = self.state_dict()
-        differ = [key for key in own if key != "position" and state.get(key) != own[key]]
-        missing = [key for key in own if key not in state]
+        own, beside = self.state_dict(), ("position", "shards", "epoch_length")
+        missing = [key for key in own if key not in state and key not in ("shards", "epoch_length")]
+        differ = [key for key in own if key not in (*beside, "fingerprint") and state.get(key) != own[key]]
         if missing or (differ and (self.order == "fork" or not allow_other_data)):
             listed = ", ".join(f"{key} {state.get(key)!r} (now {own[key]!r})" for key in differ or missing)
             raise ValueError(f"the data position is of another stream: {listed}; resume with the same data")
+        if state["fingerprint"] != own["fingerprint"] and not allow_other_data:
+            self._refuse_other_shards(state)
         self.position = int(state["position"])
         self._next = None
+
+    def _refuse_other_shards(self, state: dict[str, Any]) -> None:
+        """Raise ``ValueError`` unless the shards that the state has read are still the first ones."""
+        then, now, position = state.get("shards"), self.stream.identities, int(state["position"])
+        way_out = "put back what was there, or start anew with another --out"
+        if then is None:
+            raise ValueError(f"the training shards are not those of the checkpoint (by hash); {way_out}")
+        used, why = max(len(then), len(now)), "which the run has read"
+        taken, length = self.progress(position)
+        if self.order == "shuffle":
+            why = "all of which a shuffle draws from"
+        elif taken > state["epoch_length"]:
+            why = f"all of which the run has read {taken / state['epoch_length']:.2f} times"
+        elif taken <= length:
+            used = self.stream.shards_before(self._end(position))
+        for i in range(used):
+            was, held = (x[i] if i < len(x) else None for x in (then, now))
+            if was != held:
+                old, new = (f"{x['name']} of {x['size']} bytes" if x else "none" for x in (was, held))
+                raise ValueError(
+                    f"the training shards have changed under the run: of those, {why}, number {i + 1} was {old} and is "
+                    f"{'another file of that name and size' if old == new else new}; {way_out}"
+                )
+
+    def shards_read(self, steps: int) -> list[str] | None:
+        """Hashes of the shards that ``steps`` steps read, in order; None where the batches depend on all shards."""
+        position = steps * self.batch
+        taken, length = self.progress(position)
+        if self.order == "shuffle" or taken > length:
+            return None
+        used = self.stream.shards_before(self._end(position))
+        return [shards.fingerprint([identity])[:16] for identity in self.stream.identities[:used]]
+
+    def _end(self, position: int) -> int:
+        """Place in the stream after the last token of the first ``position`` sequences, within the first epoch."""
+        if position == 0:
+            return 0
+        if self.order == "fork":
+            return self._fork_ahead.start(self._fork_count(position) - 1) + self.micro_batch * self.seq + 1
+        return self.window_start(position - 1) + self.seq + 1
 
     def close(self) -> None:
         """Stop the thread. The loader cannot be used afterwards."""
@@ -263,9 +346,18 @@ class ForkOrder:
         self._visits = [max(1, -(-(size - self._stride - self._first) // self._stride)) for size in self._sizes]
         self._visited = np.concatenate([[0], np.cumsum(self._visits)]).tolist()
 
+    @property
+    def per_epoch(self) -> int:
+        """Micro-batches until the rank begins anew."""
+        return self._visited[-1]
+
+    def taken(self, count: int) -> int:
+        """How many different ones the first ``count`` micro-batches are, those of later epochs counted again."""
+        return count - 1 if count > 1 else count
+
     def start(self, index: int) -> int:
         """Place in the stream of the first token of micro-batch ``index`` = 0, 1, ... of this rank."""
-        visit = max(0, index - 1) % self._visited[-1]
+        visit = max(0, index - 1) % self.per_epoch
         shard = bisect.bisect_right(self._visited, visit) - 1
         return self._before[shard] + self._first + (visit - self._visited[shard]) * self._stride
 

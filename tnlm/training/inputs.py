@@ -1,16 +1,16 @@
 """From the names in a configuration to shards, tokenizer, loader and validation set."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tnlm import tokenizer as tokenizers
 from tnlm.tokenizer import Tokenizer
-from tnlm.training import corpus, shards
+from tnlm.training import shards
 from tnlm.training.data import Loader, Order, TokenStream, Validation
-from tnlm.training.distributed import World, on_main
+from tnlm.training.distributed import World
 from tnlm.training.presets import TrainConfig
+from tnlm.training.sources import find_data
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def open_inputs(config: TrainConfig, world: World) -> Inputs:
         "windows": loader.windows if order != "fork" else None,
         "tokens_dropped": loader.tokens_dropped if order != "fork" else None,
         "fingerprint": stream.fingerprint,
+        "shards_read": loader.shards_read(config.steps),
         "order": order,
         "val_file": validation[0].name,
         "val_fingerprint": evaluated.fingerprint,
@@ -73,40 +74,6 @@ def open_inputs(config: TrainConfig, world: World) -> Inputs:
     }
     text_bytes = evaluated.text_bytes(tokenizer) if tokenizer is not None else None
     return Inputs(loader, evaluated, tokenizer, facts, text_bytes)
-
-
-def find_data(config: TrainConfig, world: World) -> tuple[list[Path], list[Path], dict[str, Any]]:
-    """Training shards, validation shards, and the sidecar of their folder (empty if there is none)."""
-    if config.data == "corpus":
-        where: str | Path = on_main(lambda: _write_corpus(config), world)
-    elif config.data == "fineweb10B":
-        where = corpus.cache_folder() / "fineweb10B"
-        if not where.is_dir():
-            raise ValueError(
-                f"--data fineweb10B reads {where}, which is not there: fetch it with `tnlm-train data get fineweb10B`, "
-                "or give the folder of your shards"
-            )
-    else:
-        where = config.data
-    train = shards.find_shards(where)
-    folder = train[0].parent
-    validation = shards.find_shards(config.val_data or folder, split="val")
-    return train, validation, shards.read_sidecar(folder) or {}
-
-
-def _write_corpus(config: TrainConfig) -> Path:
-    if config.tokenizer not in ("bytes", "bpe1024"):
-        raise ValueError(f'the embedded corpus is read as "bpe1024" or "bytes", got tokenizer={config.tokenizer!r}')
-    tokenizer = tokenizers.get("bytes") if config.tokenizer == "bytes" else corpus.embedded_tokenizer()
-    name = f"{tokenizer.name}-{corpus.embedded_corpus().sha256[:16]}"
-    try:
-        folder = corpus.cache_folder() / "corpus" / name
-        corpus.write_embedded(folder, tokenizer)
-    except OSError as error:
-        folder = config.folder / "data"
-        print(f"the cache cannot be written ({error}): the corpus goes to {folder}", file=sys.stderr)
-        corpus.write_embedded(folder, tokenizer)
-    return folder
 
 
 def find_tokenizer(config: TrainConfig, folder: Path, sidecar: dict[str, Any]) -> Tokenizer | None:

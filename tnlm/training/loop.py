@@ -30,6 +30,7 @@ from tnlm.training.inputs import open_inputs
 from tnlm.training.optim import Optimizers, gradient_norm
 from tnlm.training.outcomes import Diverged, Interrupted, Result
 from tnlm.training.presets import TrainConfig
+from tnlm.training.retention import is_saved
 from tnlm.training.start import build_model, choose_device, claim_folder, cpu_threads, versions, wants_bfloat16
 from tnlm.transformer import Transformer
 
@@ -218,8 +219,7 @@ class Trainer:
         while True:
             if validation is None and (self.step % config.val_every == 0 or self.step == config.steps):
                 validation = self._validate()
-            due = config.save_every is not None and self.step % config.save_every == 0
-            if self.step > 0 and (due or self.stop or self.step == config.steps):
+            if is_saved(config, self.step) or (self.stop and self.step > 0):
                 self.save()
             if self.step == config.steps:
                 assert train is not None
@@ -232,8 +232,16 @@ class Trainer:
 
     def _update(self) -> dict[str, Any]:
         self.speed.start()
+        epoch = self._epoch()
         values = self.train_step()
         values["dt"] = self.speed.stop()
+        values["epoch"] = self._epochs(self.step)
+        if self._epoch() > max(1, epoch):
+            self._event("epoch", epoch=self._epoch())
+            self.progress.say(
+                f"step {self.step}/{self.config.steps}  epoch {self._epoch()} of {self._epochs(self.config.steps):.2f} "
+                "begins: tokens come again"
+            )
         if self.step % self.config.log_every == 0 or self.step == self.config.steps:
             values |= self._performance()
             eta = (self.config.steps - self.step) * self.speed.per_step()
@@ -242,6 +250,16 @@ class Trainer:
         else:
             self._event("train", **values)
         return values
+
+    def _epochs(self, step: int) -> float:
+        """Passes over the training data after ``step`` updates."""
+        taken, length = self.inputs.loader.progress(step * self.config.batch)
+        return taken / length
+
+    def _epoch(self) -> int:
+        """Number, from 1 on, of the epoch that the last batch reached; 0 before the first batch."""
+        taken, length = self.inputs.loader.progress(self.step * self.config.batch)
+        return -(-taken // length)
 
     def _performance(self) -> dict[str, Any]:
         """Tokens per second over all ranks, model FLOPs utilisation where a peak is known, peak memory in bytes."""
@@ -310,11 +328,17 @@ class Trainer:
             tensors={**self.optimizers.state(), **checkpointing.random_state()},
             facts={
                 "loader": self.inputs.loader.state_dict(),
+                "val_fingerprint": self.inputs.validation.fingerprint,
                 "recipe": self.config.recipe,
                 "versions": versions(),
             },
         )
-        checkpointing.prune(self.folder, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
+        checkpointing.prune(
+            self.folder,
+            keep_last=self.config.keep_last,
+            keep_every=self.config.keep_every,
+            stable_end=self.config.schedule.stable_end,
+        )
         if "save" not in self.recorded:
             self._event("save", path=str(path.relative_to(self.folder)))
 
@@ -344,7 +368,17 @@ class Trainer:
         return {event["kind"]: event for event in events if event.get("step") == self.step}
 
     def _load(self, checkpoint: checkpointing.Checkpoint) -> None:
-        self.inputs.loader.load_state_dict(checkpoint.facts["loader"])
+        loader, validation = checkpoint.facts["loader"], self.inputs.validation.fingerprint
+        self.inputs.loader.load_state_dict(loader)
+        if loader["fingerprint"] != self.inputs.loader.stream.fingerprint:
+            self.say(
+                f"the training shards have changed beyond what step {checkpoint.step} had read; going on with these"
+            )
+        if checkpoint.facts.get("val_fingerprint", validation) != validation:
+            raise ValueError(
+                f"the validation tokens are not those of {checkpoint.path} (by hash), and one curve cannot be of both; "
+                "put back what was there, or start anew with another --out"
+            )
         state = checkpoint.model_state()
         dtypes = {name: p.dtype for name, p in self.model.state_dict().items()}
         other = [name for name, p in state.items() if dtypes.get(name, p.dtype) != p.dtype]
@@ -370,6 +404,7 @@ class Trainer:
             "tokens_per_step": config.tokens_per_step,
             "warmdown_steps": config.warmdown_steps,
             "data": self.inputs.facts,
+            "epochs": self._epochs(config.steps),
             "world_size": self.world.size,
             "accumulation": self.inputs.loader.accumulation,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
@@ -385,8 +420,8 @@ class Trainer:
         threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
         return (
             f"{config.preset}: {model.mlp} MLP, {model.attention} attention, {model.n_params / 1e6:.2f}M parameters; "
-            f"{config.steps} steps of {config.tokens_per_step:,} tokens; recipe {config.recipe}, {dtype}, "
-            f"{where}{threads}; {self.folder}"
+            f"{config.steps} steps of {config.tokens_per_step:,} tokens, {self._epochs(config.steps):.2f} epochs of "
+            f"{len(self.inputs.loader.stream):,}; recipe {config.recipe}, {dtype}, {where}{threads}; {self.folder}"
         )
 
     def say(self, text: str) -> None:

@@ -4,8 +4,10 @@ One JSON object per line. ``step`` counts updates done, so ``train`` at step 1 i
 ``val`` at step 0 that of the fresh model:
 
 - ``start``, ``resume``: what the run depends on beyond its configuration: data, tokenizer, sizes, versions;
-- ``train``: ``step tokens loss lr mu grad_norm dt`` and, at log steps, ``tok_s mfu max_mem``; ``lr`` is the schedule's
-  factor, ``loss`` the mean over ranks and micro-batches in nats per token, ``dt`` seconds, ``max_mem`` bytes;
+- ``train``: ``step tokens epoch loss lr mu grad_norm dt`` and, at log steps, ``tok_s mfu max_mem``; ``lr`` is the
+  schedule's factor, ``loss`` the mean over ranks and micro-batches in nats per token, ``dt`` seconds, ``max_mem``
+  bytes, ``epoch`` the passes over the training data so far, a fraction;
+- ``epoch``: the step whose batch is the first to hold tokens of the epoch ``epoch`` = 2, 3, ...;
 - ``val``: ``step tokens loss bits_per_byte buckets val_tokens dt``;
 - ``save``, ``sample``, ``end``.
 """

@@ -8,7 +8,6 @@ from torch.optim import AdamW, Optimizer
 
 from tnlm.training.muon import Muon
 from tnlm.training.presets import TrainConfig
-from tnlm.training.schedule import Schedule
 
 
 class Optimizers:
@@ -28,14 +27,7 @@ class Optimizers:
     """
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
-        self.schedule = Schedule(
-            steps=config.steps,
-            warmup_steps=config.warmup_steps,
-            warmdown_steps=config.warmdown_steps,
-            momentum_start=config.momentum_start,
-            momentum_end=config.momentum_end,
-            momentum_warmup_steps=config.momentum_warmup_steps,
-        )
+        self.schedule = config.schedule
         named = dict(model.named_parameters())
         self.names = {p: name for name, p in named.items()}
         matrices = {name: p for name, p in named.items() if name.startswith("blocks.") and p.ndim == 2}

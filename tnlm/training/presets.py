@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tnlm.config import AttentionKind, MLPKind, ModelConfig, published_size
+from tnlm.training.schedule import Schedule
 
 Recipe = Literal["replication", "replication-exact"]
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -106,9 +107,9 @@ class TrainConfig:
     log_every: int = 10
     """Steps between lines, or updates of the bar."""
     save_every: int | None = None
-    """Steps between checkpoints; there is always one at the end and one at a signal."""
+    """Steps between checkpoints; there is always one before the warm-down, at the end, and at a signal."""
     keep_last: int = 2
-    """Newest checkpoints to keep."""
+    """Newest checkpoints to keep, beside the last one before the warm-down."""
     keep_every: int | None = None
     """Checkpoints at multiples of this are kept for good."""
     sample_tokens: int = 64
@@ -129,15 +130,9 @@ class TrainConfig:
         for name in ("threads", "val_batch", "save_every", "keep_every"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low=1)
-        for name, kind in {
-            "recipe": Recipe,
-            "precision": Precision,
-            "ns_dtype": NewtonSchulzDtype,
-            "muon_distribution": MuonDistribution,
-            "tracker": Tracker,
-        }.items():
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {getattr(self, name)!r}")
+        kinds = get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            _check_kind(field.name, getattr(self, field.name), kinds[field.name])
         for name in ("lr_embed", "lr_head", "lr_matrix", "lr_scalar", "adam_eps", "weight_decay", "init_scale"):
             _check_float(name, getattr(self, name), low=0.0)
         for name in ("beta1", "beta2", "momentum_start", "momentum_end", "warmdown"):
@@ -178,6 +173,17 @@ class TrainConfig:
     @property
     def warmdown_steps(self) -> int:
         return round(self.warmdown * self.steps)
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(
+            steps=self.steps,
+            warmup_steps=self.warmup_steps,
+            warmdown_steps=self.warmdown_steps,
+            momentum_start=self.momentum_start,
+            momentum_end=self.momentum_end,
+            momentum_warmup_steps=self.momentum_warmup_steps,
+        )
 
     @property
     def folder(self) -> Path:
@@ -281,6 +287,20 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return values
 
 
+def _check_kind(name: str, value: object, kind: Any) -> None:
+    """Refuse what is none of a field's choices, no switch, text or model; numbers have their ranges beside."""
+    if type(None) in get_args(kind):
+        if value is None:
+            return
+        (kind,) = (option for option in get_args(kind) if option is not type(None))
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}")
+    elif kind not in (int, float) and not isinstance(value, kind):
+        what = {bool: "true or false", str: "text"}.get(kind, f"a {kind.__name__}")
+        raise ValueError(f"{name} must be {what}, got {value!r}")
+
+
 def _check_int(name: str, value: object, *, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
@@ -304,6 +324,7 @@ def _nano_run(model: ModelConfig, **changes: Any) -> TrainConfig:
         "val_every": 50,
         "val_tokens": 16_384,
         "save_every": 100,
+        "keep_every": 100,  # 15 MB each: a branch of any horizon finds its checkpoint
         "shuffle": True,
     }
     return TrainConfig(model=model, **{**defaults, **changes})

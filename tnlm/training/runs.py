@@ -1,10 +1,10 @@
 """Recorded runs as the comparison reads them: run folders of ``tnlm-train``, or curves recorded elsewhere.
 
-A run folder holds ``config.json``, a ``TrainConfig`` (read here: ``model seed steps implementation branched_from``
-and the hyper-parameters), and ``metrics.jsonl``, one event per line. Of the events, read here:
+A run folder holds ``config.json``, a ``TrainConfig``, and ``metrics.jsonl``, one event per line. Of the events, read
+here:
 
-- ``start`` or ``resume``: ``recipe n_params flops_per_token tokens_per_step warmdown_steps dtype versions``
-  and ``data`` with ``fingerprint order val_fingerprint tokenizer tokenizer_hash``;
+- ``start`` or ``resume``: ``recipe n_params flops_per_token tokens_per_step warmdown_steps dtype versions world_size
+  accumulation`` and ``data`` with ``fingerprint shards_read order val_fingerprint tokenizer tokenizer_hash``;
 - ``train``: ``dt``, seconds of the step;
 - ``val``: ``step loss bits_per_byte val_tokens``.
 
@@ -12,7 +12,7 @@ Imports no torch.
 """
 
 import csv
-import json
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,13 +22,33 @@ from typing import Any, Literal
 import numpy as np
 
 from tnlm.training.metrics import read_metrics
+from tnlm.training.presets import OPERATIONAL, TrainConfig, load_config
 
 Metric = Literal["loss", "bits_per_byte"]
-HYPERPARAMETERS = (
-    "lr_embed lr_head lr_matrix lr_scalar beta1 beta2 adam_eps momentum_start momentum_end momentum_warmup_steps "
-    "ns_dtype weight_decay clip init_scale warmup_steps batch"
-).split()
-"""Keys of ``config.json`` that two arms should share; the comparison warns where they do not."""
+COMPARED_ELSEWHERE = {
+    "model": "the question itself: one within an arm, and told between arms",
+    "seed": "the independent draw, which pairing matches",
+    "steps": "the horizon, of which E1 wants several",
+    "warmdown": "one rule for all horizons, a number of steps or a fraction",
+    "recipe": "refused, as recorded in the start event",
+    "precision": "refused by the dtype it came to",
+    "data": "by the hash of the shards",
+    "val_data": "by the hash of the validation tokens",
+    "val_tokens": "refused by the number that was evaluated",
+    "tokenizer": "by the hash of the vocabulary",
+    "branched_from": "the trunk, by which seeds are counted",
+}
+"""Fields of ``TrainConfig`` that are compared otherwise than by value, and how; of the rest, all that say what a run
+computes are its settings."""
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """Fields by name that two arms should share: the comparison warns where they do not, and does not pair."""
+    return {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in OPERATIONAL and field.name not in COMPARED_ELSEWHERE
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +73,8 @@ class Run:
     """Median over the steps."""
     facts: dict[str, Any] = field(default_factory=dict)
     """``recipe dtype seq val_tokens val_fingerprint tokenizer tokenizer_hash n_params flops_per_token
-    tokens_per_step data_fingerprint data_order implementation version hyperparameters model``; absent for curves
-    from elsewhere."""
+    tokens_per_step data_fingerprint shards_read data_order implementation version settings model``; absent for
+    curves from elsewhere."""
 
     @property
     def final(self) -> float:
@@ -125,14 +145,14 @@ def load_run(folder: str | os.PathLike, *, metric: Metric = "loss") -> Run:
         ValueError: A file is missing or damaged, or the run has no validation at its last step.
     """
     folder = Path(folder)
-    config = _read_config(folder / "config.json")
+    config = load_config(folder / "config.json")
     events = read_events(folder / "metrics.jsonl")
     starts = [event for event in events if event["kind"] in ("start", "resume")]
     if not starts:
         raise ValueError(f"{folder / 'metrics.jsonl'} must hold a start event, got {len(events)} other events")
-    start, data, model = starts[-1], starts[-1].get("data", {}), config["model"]
+    start, data = starts[-1], starts[-1].get("data", {})
     curve = {event["step"]: event[metric] for event in events if event["kind"] == "val"}
-    steps = config["steps"]
+    steps = config.steps
     if steps not in curve:
         raise ValueError(
             f"run {folder} must be finished, got validation up to step {max(curve, default='none')} of {steps}; "
@@ -141,13 +161,12 @@ def load_run(folder: str | os.PathLike, *, metric: Metric = "loss") -> Run:
     if None in curve.values():
         raise ValueError(f"run {folder} recorded no {metric}; its data folder had no tokenizer")
     durations = [event["dt"] for event in events if event["kind"] == "train" and event.get("dt")]
-    trunk = config.get("branched_from")
     order = sorted(curve)
     return Run(
         name=str(folder),
-        arm=f"{model['mlp']}+{model['attention']}",
-        seed=str(config["seed"]),
-        trunk=_trunk_folder(trunk) if trunk else None,
+        arm=f"{config.model.mlp}+{config.model.attention}",
+        seed=str(config.seed),
+        trunk=_trunk_folder(config.branched_from) if config.branched_from else None,
         steps=steps,
         curve_steps=np.array(order),
         curve_losses=np.array([curve[step] for step in order]),
@@ -155,17 +174,18 @@ def load_run(folder: str | os.PathLike, *, metric: Metric = "loss") -> Run:
         warmdown_steps=start["warmdown_steps"],
         seconds_per_step=float(np.median(durations)) if durations else None,
         facts={
-            "model": model,
-            "seq": model["n_ctx"],
-            "implementation": config.get("implementation"),
+            "model": config.model.to_dict(),
+            "seq": config.seq,
+            "implementation": config.implementation,
             "val_tokens": next(event["val_tokens"] for event in reversed(events) if event["kind"] == "val"),
             "val_fingerprint": data.get("val_fingerprint"),
             "tokenizer": data.get("tokenizer"),
             "tokenizer_hash": data.get("tokenizer_hash"),
             "data_fingerprint": data.get("fingerprint"),
-            "data_order": data.get("order"),
+            "shards_read": data.get("shards_read"),
+            "data_order": _order(start),
             "version": start.get("versions"),
-            "hyperparameters": {key: config[key] for key in HYPERPARAMETERS if key in config},
+            "settings": settings(config),
             **{key: start.get(key) for key in ("recipe", "dtype", "n_params", "flops_per_token", "tokens_per_step")},
         },
     )
@@ -177,15 +197,12 @@ def _trunk_folder(checkpoint: str) -> str:
     return str(path.parents[1] if path.parent.name == "checkpoints" else path)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        missing = sorted({"model", "seed", "steps"} - config.keys())
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} must be the configuration of a run, got: {error}") from error
-    if missing:
-        raise ValueError(f"{path} must be the configuration of a run, but it lacks {', '.join(missing)}")
-    return config
+def _order(start: dict[str, Any]) -> str | None:
+    """The order of the data; the public one depends on how a batch is shared out."""
+    order = start.get("data", {}).get("order")
+    if order == "fork":
+        return f"fork of {start['world_size']} ranks with {start['accumulation']} micro-batches each"
+    return order
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,10 +124,49 @@ def _check_magic(path: Path, head: bytes, size: int) -> None:
         raise ValueError(f"{path}: unsupported version {version}, wanted {VERSION}")
 
 
-def open_shard(path: str | os.PathLike, *, allow_truncated: bool = False) -> np.ndarray:
-    """The ids of a shard as a read-only memory map, uint16, shape (tokens,); nothing is read yet."""
-    count = shard_tokens(path, allow_truncated=allow_truncated)
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
+class Shard:
+    """The ids of one open shard, read when they are asked for.
+
+    Reads by ``pread`` and not from a memory map: where the file has shrunk, a map ends the process with SIGBUS and no
+    word. The file stays open, so it may be replaced or removed by name. Threads may share it.
+
+    Raises:
+        ValueError: As :func:`shard_tokens`.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, allow_truncated: bool = False):
+        self.path = Path(path)
+        self._tokens = shard_tokens(path, allow_truncated=allow_truncated)
+        self._file = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def read(self, start: int = 0, count: int | None = None) -> np.ndarray:
+        """Tokens ``[start, start + count)`` as uint16, by default to the end.
+
+        Raises:
+            ValueError: The file has shrunk since it was opened.
+        """
+        count = self._tokens - start if count is None else min(count, self._tokens - start)
+        ids = np.empty(count, dtype="<u2")
+        into, at = ids.view(np.uint8).data, HEADER_BYTES + 2 * start
+        while into:
+            # one call reads less than it is asked for beyond 2 GiB, and nothing beyond the end
+            n = os.preadv(self._file, [into], at)
+            if n == 0:
+                raise ValueError(
+                    f"shard {self.path} must keep the {self._tokens} tokens that it had when it was opened, but it "
+                    f"ends after {max(0, at - HEADER_BYTES) // 2}: put it back, then run the same command again"
+                )
+            into, at = into[n:], at + n
+        return ids
+
+    def blocks(self, size: int = 1 << 22) -> Iterator[tuple[int, np.ndarray]]:
+        """All tokens, ``size`` at a time, each with the place of its first."""
+        for start in range(0, self._tokens, size):
+            yield start, self.read(start, size)
 
 
 def find_shards(where: str | os.PathLike, *, split: str = "train") -> list[Path]:
@@ -201,9 +241,9 @@ def shard_identity(path: str | os.PathLike) -> dict[str, Any]:
     return {"name": path.name, "size": size, "sha256_ends": digest.hexdigest()}
 
 
-def fingerprint(paths: Sequence[Path]) -> str:
-    """One hash of a list of shards, in order: their names, sizes, first and last 4 kB."""
-    return hashlib.sha256(json.dumps([shard_identity(p) for p in paths]).encode()).hexdigest()
+def fingerprint(identities: Sequence[dict[str, Any]]) -> str:
+    """One hash of what :func:`shard_identity` tells of a list of shards, in order."""
+    return hashlib.sha256(json.dumps(identities).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -225,19 +265,18 @@ def check_shard(
     Raises:
         ValueError: The file is no shard, or ``id 51000 >= vocab 50304 in SHARD at token N``.
     """
-    ids = open_shard(path, allow_truncated=allow_truncated)
+    shard = Shard(path, allow_truncated=allow_truncated)
     max_id, documents = 0, 0
-    for start in range(0, len(ids), 1 << 22):
-        block = np.asarray(ids[start : start + (1 << 22)])
+    for start, block in shard.blocks():
         max_id = max(max_id, int(block.max()))
         if d_vocab is not None and max_id >= d_vocab:
             refuse_id(block, d_vocab, path, start)
         documents += int(np.count_nonzero(block == eot)) if eot is not None else 0
-    if eot is not None and not np.any(ids[:1_000_000] == eot):
+    if eot is not None and not np.any(shard.read(0, 1_000_000) == eot):
         warnings.warn(
             f"{path} holds no end-of-text id {eot} in its first million tokens: another tokenizer?", stacklevel=2
         )
-    return ShardReport(Path(path), len(ids), max_id, None if eot is None else documents)
+    return ShardReport(Path(path), len(shard), max_id, None if eot is None else documents)
 
 
 def check_data(
