@@ -34,6 +34,10 @@ from tnlm.training.start import build_model, choose_device, claim_folder, cpu_th
 from tnlm.transformer import Transformer
 
 
+SAME_SIGNAL_SECONDS = 10.0
+"""Signals that follow the first one within this time are the same request to stop; see :meth:`Trainer.signals`."""
+
+
 class MeanLoss(nn.Module):
     """What training descends: one graph to compile, and what DDP wraps."""
 
@@ -395,16 +399,26 @@ class Trainer:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the run after the step, with a save; a second one ends the process at once."""
+        """SIGTERM and SIGINT end the run after the step, with a save.
+
+        A launcher and a scheduler often signal the same process both, so whatever comes within
+        :data:`SAME_SIGNAL_SECONDS` is the same request; a later signal ends the process at once, without a save.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        first = 0.0
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if self.signal:
+            nonlocal first
+            if not self.signal:
+                self.signal, first = number, time.monotonic()
+                self._say_at_once(
+                    f"{signal.Signals(number).name}: saving after this step; "
+                    f"again after {SAME_SIGNAL_SECONDS:g} s to exit at once, without a save"
+                )
+            elif time.monotonic() - first > SAME_SIGNAL_SECONDS:
                 os._exit(128 + number)
-            self.signal = number
-            self.say(f"{signal.Signals(number).name}: saving after this step; once more to exit at once")
 
         before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -412,6 +426,12 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _say_at_once(self, text: str) -> None:
+        """A message from within a signal handler, which may have interrupted a print to the same stream."""
+        if self.progress_enabled:
+            with contextlib.suppress(OSError):
+                os.write(2, f"{text}\n".encode())
 
     def _agree(self, loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
         """Means over ranks of loss and gradient norm, and whether any rank was told to stop; one collective."""
