@@ -30,9 +30,16 @@ from tnlm.training.inputs import open_inputs
 from tnlm.training.optim import Optimizers, gradient_norm
 from tnlm.training.outcomes import Diverged, Interrupted, Result
 from tnlm.training.presets import TrainConfig
-from tnlm.training.start import build_model, choose_device, claim_folder, cpu_threads, versions, wants_bfloat16
+from tnlm.training.start import (
+    build_model,
+    choose_device,
+    claim_folder,
+    cpu_threads,
+    run_lock,
+    versions,
+    wants_bfloat16,
+)
 from tnlm.transformer import Transformer
-
 
 SAME_SIGNAL_SECONDS = 10.0
 """Signals that follow the first one within this time are the same request to stop; see :meth:`Trainer.signals`."""
@@ -75,7 +82,8 @@ def train(config: TrainConfig, *, initial: Mapping[str, Tensor] | None = None, p
         progress: Report on stderr.
 
     Raises:
-        ValueError: The configuration, the data or the launch is refused, or the folder holds another run.
+        ValueError: The configuration, the data or the launch is refused, the folder holds another run, or another
+            process trains in it.
         Diverged: A loss or gradient is not finite.
         Interrupted: SIGTERM or SIGINT; a complete checkpoint was saved.
         SaveError: The disk refused a checkpoint.
@@ -85,7 +93,7 @@ def train(config: TrainConfig, *, initial: Mapping[str, Tensor] | None = None, p
     device = choose_device(config, world)
     if device.type == "cpu":
         torch.set_num_threads(cpu_threads(config, world))
-    with process_group(world, device):
+    with process_group(world, device), run_lock(config, world):
         shown = progress and world.main
         with announce("opening data, building the model") if shown else contextlib.nullcontext():
             trainer = Trainer(config, world=world, device=device, initial=initial, progress=progress)
@@ -109,6 +117,7 @@ class Trainer:
         self.device = device or torch.device("cpu")
         self.progress_enabled = progress and self.world.main
         self.folder = config.folder
+        self.log_path = self.folder / "metrics.jsonl"
         on_main(lambda: claim_folder(config), self.world)
         self.inputs = open_inputs(config, self.world)
         self.mixed = wants_bfloat16(config, self.device)
@@ -193,13 +202,19 @@ class Trainer:
         config = self.config
         resumed = self.restore()
         if self.world.main:
-            self.log = metrics.MetricsLog(self.folder / "metrics.jsonl")
+            self.log = metrics.MetricsLog(self.log_path)
             name = self.folder.name
             self.tracking = metrics.Tracking(config.tracker, project="tnlm", run=name, config=config.to_dict())
         self.progress = metrics.Progress(steps=config.steps, start=self.step, enabled=self.progress_enabled)
         try:
             self._event("resume" if resumed else "start", **self.facts())
             self.progress.say(self.headline())
+            if resumed:
+                last = self.recorded.get("train")
+                self.progress.say(
+                    f"continues after step {self.step}, "
+                    + (f"whose loss was {last['loss']:.4f}" if last else f"whose loss is not in {self.log_path}")
+                )
             return self._run()
         except RuntimeError as error:
             if config.compile:
@@ -306,6 +321,8 @@ class Trainer:
         on_main(self._save, self.world)
 
     def _save(self) -> None:
+        if self.log is not None:
+            self.log.sync()  # or, after a power cut, the checkpoint may be there and the events before it not
         path = checkpointing.save(
             self.folder,
             step=self.step,
@@ -331,21 +348,21 @@ class Trainer:
         return path is not None
 
     def _find_checkpoint(self) -> tuple[Path | None, Path]:
-        """The checkpoint to continue from, and the log that led to it."""
-        path, skipped = checkpointing.find_latest(self.folder)
-        for reason in skipped:
-            self.say(f"passed over {reason}")
-        checkpointing.remove_interrupted(self.folder)
-        log = self.folder / "metrics.jsonl"
+        """The checkpoint to continue from, its contents compared with their hashes, and the log that led to it."""
+        path, removed = checkpointing.recover(self.folder)
+        if removed:
+            self.say(f"removed {', '.join(removed)}: interrupted saves")
+        log = self.log_path
         if path is None and self.config.branched_from is not None:
             path = Path(self.config.branched_from)
+            checkpointing.check(path)
             log = path.parents[1] / "metrics.jsonl"
         return path, log
 
     def _cut_back(self, log: Path) -> dict[str, dict[str, Any]]:
         """Cut the log back to this step; returns its events of exactly this step, by kind."""
-        events = metrics.cut_back(log, self.step, into=self.folder / "metrics.jsonl")
-        return {event["kind"]: event for event in events if event.get("step") == self.step}
+        events = metrics.cut_back(log, self.step, into=self.log_path)
+        return {event["kind"]: event for event in events if event["step"] == self.step}
 
     def _load(self, checkpoint: checkpointing.Checkpoint) -> None:
         self.inputs.loader.load_state_dict(checkpoint.facts["loader"])
