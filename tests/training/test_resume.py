@@ -151,6 +151,21 @@ def test_signal_saves_and_says_so(number, tmp_path, monkeypatch):
     assert record(config.folder)[1] == record(whole.folder)[1]
 
 
+def test_a_repeated_signal_is_the_same_request(tmp_path, monkeypatch):
+    """As from a launcher and a scheduler both; before, the second one ended the process without a save."""
+    config = small_config(tmp_path)
+
+    def signal_twice() -> None:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+
+    stop_at(monkeypatch, 9, signal_twice)
+    with pytest.raises(Interrupted, match="stopped at step 10: ") as stopped:
+        quietly(config)
+    assert stopped.value.number == signal.SIGTERM
+    assert complete_steps(config.folder) == [8, 10]
+
+
 def test_signal_in_validation_or_save_is_one_complete_save(tmp_path, monkeypatch):
     for name in ("evaluate", "save"):
         config = small_config(tmp_path, name, val_every=4)
