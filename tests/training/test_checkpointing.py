@@ -152,6 +152,36 @@ def test_newest_complete_is_found_and_the_damaged_are_named(tmp_path, model):
     )
 
 
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "training.json", "config.json", MARKER])
+@pytest.mark.parametrize("spoil", [flip_bit, zero, truncate, Path.unlink])
+def test_any_damage_is_named_and_set_aside(spoil, name, tmp_path, model):
+    for step in (2, 4):
+        write(tmp_path, step, model)
+    spoil(tmp_path / "checkpoints" / "step_000004" / name)
+    # a bit of the marker is one of a hash: then the file with that hash is named
+    named = r"[\w.]+" if (spoil, name) == (flip_bit, MARKER) else f".*{name}"
+    with pytest.warns(UserWarning, match=f"continues from step_000002, passed over step_000004: {named}"):
+        newest, removed = recover(tmp_path)
+    assert (newest.name, removed) == ("step_000002", [])
+    assert (tmp_path / "latest").read_text() == "checkpoints/step_000002\n"
+    assert (tmp_path / "checkpoints" / "step_000004.damaged").is_dir()
+    assert recover(tmp_path)[0] == newest
+
+
 @pytest.mark.user_error
 def test_incomplete_checkpoint_is_not_read(tmp_path, model):
     path = write(tmp_path, 2, model)
