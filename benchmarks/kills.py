@@ -26,7 +26,7 @@ from tnlm.training.checkpointing import complete_steps
 from tnlm.training.metrics import read_metrics
 from tnlm.training.toy import write_cycles
 
-STEPS = 1500
+STEPS = 200
 SIZES = "--model.d-model 8 --model.n-layer 1 --model.n-head 2 --model.n-ctx 8 --model.d-vocab 16".split()
 FLAGS = f"--batch 4 --micro-batch 2 --val-tokens 64 --steps {STEPS} --val-every 100 --save-every 1 --threads 1".split()
 
@@ -61,13 +61,12 @@ def measure(kills: int, rng: random.Random, folder: Path) -> Iterator[dict[str, 
         out = folder / f"run{run}"
         while not (out / "latest").exists() or newest(out) < STEPS:
             began, process = newest(out), launch(data, out)
-            while process.poll() is None and max([0, *complete_steps(out)]) <= began:
-                time.sleep(0.01)
-            if done == kills:
-                process.wait()
-                continue
-            time.sleep(rng.uniform(0, 1))
-            process.kill()
+            try:
+                while process.poll() is None and (done == kills or max([0, *complete_steps(out)]) <= began):
+                    time.sleep(0.05)
+                time.sleep(rng.uniform(0, 1))
+            finally:
+                process.kill()
             if process.wait() == 0:
                 continue
             done += 1

@@ -87,12 +87,15 @@ def find_defect(folder: Path, *, contents: bool = False) -> str | None:
         return f"unreadable {MARKER} marker"
     for name, size in sizes.items():
         path = folder / name
-        if not path.is_file():
+        try:
+            if (actual := path.stat().st_size) != size:
+                return f"{name} has {actual} bytes of {size}"
+            if contents and sha256(path) != hashes.get(name):
+                return f"{name} is damaged: its sha256 is not the recorded one"
+        except FileNotFoundError:  # perhaps just now: a live run removes its old checkpoints
             return f"{name} is missing"
-        if (actual := path.stat().st_size) != size:
-            return f"{name} has {actual} bytes of {size}"
-        if contents and sha256(path) != hashes.get(name):
-            return f"{name} is damaged: its sha256 is not the recorded one"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
     return None
 
 

@@ -182,6 +182,24 @@ def test_any_damage_is_named_and_set_aside(spoil, name, tmp_path, model):
     assert recover(tmp_path)[0] == newest
 
 
+def test_a_file_that_cannot_be_read_is_a_defect(tmp_path, model, monkeypatch):
+    """A disk that fails, and a live run that removes the checkpoint while another process looks at it."""
+    path, stat = write(tmp_path, 2, model), Path.stat
+    for error, said in (
+        (OSError(5, "Input/output error"), "cannot be read: Input/output"),
+        (FileNotFoundError(), "is m"),
+    ):
+
+        def fail(self, error=error, **options):
+            if self.name == "training.json":
+                raise error
+            return stat(self, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", fail)
+            assert find_defect(path).startswith(f"training.json {said}")
+
+
 @pytest.mark.user_error
 def test_incomplete_checkpoint_is_not_read(tmp_path, model):
     path = write(tmp_path, 2, model)
