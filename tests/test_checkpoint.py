@@ -1,9 +1,10 @@
 """Saving and loading: dtypes, memory, interrupted saves, training runs."""
 
+import itertools
 import json
 import os
 import resource
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,14 @@ from torch.distributed.tensor import distribute_tensor
 import tnlm
 from tests.checkpoint_files import published_model, published_state, same_state, write_published
 from tests.conftest import GOLDEN
+from tests.kills import killed_after
 from tests.tiny_models import build, ids, tiny
+from tnlm import checkpoint
 from tnlm.checkpoint import finish_save, read_config
 from tnlm.config import ModelConfig
-from tnlm.resolve import MANIFEST, SAVED
+from tnlm.files import SAVED
+from tnlm.resolve import MANIFEST
+from tnlm.tokenizer import Tokenizer, train_bpe
 
 
 def test_dtype_of_the_caller_wins(tmp_path):
@@ -175,49 +180,47 @@ def test_card(tmp_path):
     assert not (tmp_path / "d/README.md").exists()
 
 
-class Killed(BaseException):
-    """In place of a kill: nothing but a ``finally`` may run after it."""
-
-
-_armed: list[int] = []
-
-
-def _kill(event: str, args: tuple) -> None:
-    changes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
-    writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_CREAT | os.O_WRONLY)
-    if _armed and (changes or writes):
-        _armed[0] -= 1
-        if _armed[0] < 0:
-            raise Killed
-
-
-sys.addaudithook(_kill)
-
-
 def test_killed_save_leaves_the_old_model_or_the_new_one(tmp_path):
-    """Stopped before each change to the file system in turn."""
+    """Killed before each change to the file system in turn; the tokenizer is always that of the model."""
     old, new = build(tiny(), torch.float32, seed=3), build(tiny(n_layer=2), torch.float32, seed=4)
+    of_old, of_new = (train_bpe(["abc abd"], size) for size in (260, 261))
+    tnlm.save(old, tmp_path / "old", max_shard_bytes=20000, tokenizer=of_old)
+    tnlm.save(new, tmp_path / "new", tokenizer=of_new)
     seen = []
-    for budget in range(40):
-        folder = tmp_path / f"m{budget}"
-        tnlm.save(old, folder, max_shard_bytes=20000)
-        _armed[:] = [budget]
-        try:
-            tnlm.save(new, folder)
+    for changes in itertools.count():
+        folder = tmp_path / f"m{changes}"
+        shutil.copytree(tmp_path / "old", folder)
+        with killed_after(changes) as died:
+            tnlm.save(new, folder, tokenizer=of_new)
+        if not died[0]:
             break
-        except Killed:
-            pass
-        finally:
-            _armed.clear()
-        loaded = tnlm.load(folder)
+        loaded, tokenizer = tnlm.load(folder), Tokenizer.load(folder)
         seen.append("old" if same_state(loaded, old) else "new" if same_state(loaded, new) else "neither")
+        assert tokenizer.hash == (of_old if seen[-1] == "old" else of_new).hash
         # and the next save cleans up
-        tnlm.save(new, folder)
+        tnlm.save(new, folder, tokenizer=of_new)
         assert same_state(tnlm.load(folder), new)
-        assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
-    assert len(seen) > 12
+        assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in (tmp_path / "new").iterdir())
+    assert len(seen) > 25
     assert seen == sorted(seen, reverse=True)
     assert set(seen) == {"old", "new"}
+
+
+def test_second_save_into_a_folder_is_refused_while_the_first_writes(tmp_path, monkeypatch):
+    model, original = build(tiny(), torch.float32, seed=3), checkpoint._write_weights
+    refused = []
+
+    def write(*args):
+        with pytest.raises(ValueError, match=f"is in use by process {os.getpid()} on .*, since 2") as error:
+            tnlm.save(model, tmp_path)
+        refused.append(error.value)
+        original(*args)
+
+    monkeypatch.setattr(checkpoint, "_write_weights", write)
+    tnlm.save(model, tmp_path)
+    assert len(refused) == 1
+    assert same_state(tnlm.load(tmp_path), model)
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
 def test_committed_save_is_read_and_finished(tmp_path):

@@ -12,17 +12,19 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tnlm import layouts, weightfiles
+from tnlm import files, layouts, weightfiles
 from tnlm.card import model_card
 from tnlm.config import ModelConfig
 from tnlm.layouts import Layout, to_published
 from tnlm.resolve import MANIFEST, SAVED, Found, find, is_own_weights, is_run, locate
+from tnlm.tokenizer import Tokenizer
 from tnlm.transformer import Transformer
 from tnlm.weightfiles import Stored, count_nonfinite, list_names, read_json
 
 __all__ = ["load", "read_config", "save", "to_published"]
 
 _STAGING = ".saving"
+_LOCK = ".saving.lock"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What weights may be stored and loaded in: dtypes that can be computed with."""
@@ -104,6 +106,7 @@ def save(
     folder: str | os.PathLike[str],
     *,
     card: bool | str = True,
+    tokenizer: Tokenizer | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> Path:
     """Write ``model.safetensors``, ``config.json`` and a model card; :func:`load` gives back the same bits.
@@ -111,21 +114,36 @@ def save(
     Parameters keep their dtypes (load with ``dtype="checkpoint"`` for others than float32). Above ``max_shard_bytes``
     the weights are split, with an index. The save is atomic: all is written to a folder inside ``folder``, whose
     renaming is the commit, and then moved into place; killed before that, the old model loads, killed after, the new.
+    The folder is locked meanwhile: of two saves into it at once, the second is refused.
 
     Args:
         card: Text of the README, True for one made from what is known (an existing README stays), False for none.
+        tokenizer: Saved with the model, for what reads or writes text; None leaves one that is there.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: The folder holds weights in a format that is not written here, or is that of a training run.
+        ValueError: The folder holds weights in a format that is not written here, is that of a training run, or another
+            process saves to it.
         OSError: Disk full, read-only and the like, with path and cause; what was there is untouched.
     """
     folder = Path(folder)
-    staging, saved = folder / _STAGING, folder / SAVED
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with files.lock(folder / _LOCK, what=str(folder)):
+            _save(model, folder, card, tokenizer, max_shard_bytes)
+    except (OSError, SafetensorError) as error:
+        cause = getattr(error, "strerror", None) or str(error)
+        raise OSError(f"model could not be saved to {folder}: {cause}; what was there is untouched") from error
+    return folder
+
+
+def _save(
+    model: Transformer, folder: Path, card: bool | str, tokenizer: Tokenizer | None, max_shard_bytes: int
+) -> None:
+    staging = folder / _STAGING
+    try:
         foreign = [p.name for p in folder.iterdir() if p.name.startswith("pytorch_model.") or p.name == "model.pt"]
         if foreign:
             raise ValueError(
@@ -137,21 +155,21 @@ def save(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         _write_weights(model, staging, max_shard_bytes)
-        _write(staging / "config.json", model.config.to_json())
+        files.write_synced(staging / "config.json", model.config.to_json())
+        if tokenizer is not None:
+            tokenizer.save(staging)
         if isinstance(card, str) or (card and not (folder / "README.md").exists()):
             text = card if isinstance(card, str) else model_card(model.config, source=getattr(model, "source", None))
-            _write(staging / "README.md", text)
+            files.write_synced(staging / "README.md", text)
         for path in staging.iterdir():
-            _sync(path)
-        _write(staging / MANIFEST, json.dumps(sorted(path.name for path in staging.iterdir())))
-        _sync(staging)
-        staging.rename(saved)
+            files.sync(path)
+        files.write_synced(staging / MANIFEST, json.dumps(sorted(path.name for path in staging.iterdir())))
+        files.sync(staging)
+        staging.rename(folder / SAVED)
         finish_save(folder)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError):
         shutil.rmtree(staging, ignore_errors=True)
-        cause = getattr(error, "strerror", None) or str(error)
-        raise OSError(f"model could not be saved to {folder}: {cause}; what was there is untouched") from error
-    return folder
+        raise
 
 
 def finish_save(folder: Path) -> None:
@@ -169,7 +187,7 @@ def finish_save(folder: Path) -> None:
     # Renamed first: half removed, it would still count as committed
     saved.rename(folder / _STAGING)
     shutil.rmtree(folder / _STAGING)
-    _sync(folder)
+    files.sync(folder)
 
 
 # Reading
@@ -270,7 +288,7 @@ def _write_weights(model: Transformer, folder: Path, max_shard_bytes: int) -> No
         _save_shard(shard, folder / file)
         weight_map |= dict.fromkeys(shard, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write(folder / _INDEX, json.dumps(index, indent=2) + "\n")
+    files.write_synced(folder / _INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _save_shard(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -283,16 +301,3 @@ def _save_shard(tensors: Mapping[str, Tensor], path: Path) -> None:
         plain[name] = whole.clone() if whole.untyped_storage().data_ptr() in seen else whole
         seen.add(whole.untyped_storage().data_ptr())
     save_file(plain, path, metadata={"format": "pt"})
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,6 @@ gave up in version 2. Nothing is fetched at import.
 """
 
 import dataclasses
-import hashlib
 import re
 import warnings
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.file_download import http_get, repo_folder_name
 from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
+from tnlm.files import sha256
 from tnlm.released import File, Released
 from tnlm.resolve import WEIGHTS, Found, find_local
 from tnlm.weightfiles import INDEX_SUFFIX, read_json, shard_names
@@ -136,12 +136,6 @@ def check_size(path: Path, recorded: File) -> None:
             f"{path} must have {recorded.size} bytes, it has {size}: the download was damaged; "
             f"delete {path.resolve()} and load again"
         )
-
-
-def sha256(path: Path) -> str:
-    """Hexadecimal sha256 of a file; about a second per gigabyte."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Interrupted(Exception):

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tnlm.files import write_atomically
+
 FIGURE_LAYOUT: dict[str, Any] = {
     "paper_bgcolor": "rgba(0,0,0,0)",
     "plot_bgcolor": "rgba(0,0,0,0)",
@@ -83,10 +85,9 @@ class Page:
         return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(self._parts)}</body></html>\n'
 
     def write(self, path: str | Path) -> Path:
-        """Write the page, making the folder it stands in."""
+        """Write the page, atomically, making the folder it stands in."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.render(), encoding="utf-8")
+        write_atomically(path, self.render())
         return path
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tnlm import released
+from tnlm.files import SAVED, find_defect
 from tnlm.released import Released
 from tnlm.weightfiles import SUFFIXES, list_names
 
@@ -21,10 +22,6 @@ WEIGHTS = (
     "model.pt",
 )
 """Names looked for in a folder, in this order."""
-MARKER = "COMPLETE"
-"""Written last into a training checkpoint: a JSON object whose ``sizes`` gives the bytes of every other file."""
-SAVED = ".saved"
-"""Folder of a finished save whose files have not all been moved into place; see :func:`tnlm.save`."""
 MANIFEST = "MANIFEST.json"
 
 _STEP_FOLDER = re.compile(r"\.?step_\d+(\.part)?")
@@ -198,20 +195,3 @@ def _check_complete(folder: Path) -> None:
         raise ValueError(
             f"checkpoint {folder} is not complete: {defect}; load the run folder to get its newest complete one"
         )
-
-
-def find_defect(folder: Path) -> str | None:
-    """Why a training checkpoint is not complete, or None: the marker must name every file at its size."""
-    if folder.name.startswith("."):
-        return "an interrupted save"
-    try:
-        sizes = json.loads((folder / MARKER).read_text())["sizes"].items()
-    except FileNotFoundError:
-        return f"no {MARKER} marker"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"unreadable {MARKER} marker"
-    for name, size in sizes:
-        actual = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if actual != size:
-            return f"{name} is missing" if actual is None else f"{name} has {actual} bytes of {size}"
-    return None

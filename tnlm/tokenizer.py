@@ -26,6 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+from tnlm.files import SAVED, write_atomically
+
 EOT_TEXT = "<|endoftext|>"
 FILE_NAME = "tnlm_tokenizer.json"
 
@@ -150,14 +152,15 @@ class Tokenizer:
     def save(self, folder: str | os.PathLike) -> None:
         """Write ``tnlm_tokenizer.json`` into ``folder`` (created), replacing it atomically."""
         target = Path(folder) / FILE_NAME
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _write_atomically(target, json.dumps(self.to_dict()).encode())
+        write_atomically(target, json.dumps(self.to_dict()).encode())
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "Tokenizer":
         """Read what ``save`` wrote; ``folder`` may also be the file itself."""
         path = Path(folder)
-        path = path / FILE_NAME if path.is_dir() else path
+        if path.is_dir():
+            # a save that was killed after its commit is read where it lies
+            path = next((p for p in (path / SAVED / FILE_NAME, path / FILE_NAME) if p.is_file()), path / FILE_NAME)
         if not path.is_file():
             raise ValueError(f"no tokenizer in {Path(folder)}: {FILE_NAME} is missing")
         try:
@@ -307,7 +310,7 @@ def _find_gpt2() -> Tokenizer:
             network = f"failed: {error}"
         else:
             with contextlib.suppress(OSError):  # the copy only saves the next download
-                _write_atomically(cache_dir / hashlib.sha1(url.encode()).hexdigest(), data)
+                write_atomically(cache_dir / hashlib.sha1(url.encode()).hexdigest(), data)
             return tokenizer
     raise ValueError(
         "the GPT-2 vocabulary must be in one of four places: a path given as tokenizer (vocab.bpe); "
@@ -323,10 +326,3 @@ def _tiktoken_cache() -> Path:
         if os.environ.get(variable):
             return Path(os.environ[variable])
     return Path(tempfile.gettempdir()) / "data-gym-cache"
-
-
-def _write_atomically(target: Path, data: bytes) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    part.write_bytes(data)
-    os.replace(part, target)

@@ -17,6 +17,7 @@ from tnlm import hub, released
 from tnlm.checkpoint import load
 from tnlm.config import POLYNOMIAL_ATTENTIONS
 from tnlm.evaluate import cross_entropy
+from tnlm.files import sha256, write_atomically
 from tnlm.kernels import Implementation
 from tnlm.released import RELEASED, TOLERANCE, CrossEntropy, Released
 from tnlm.resolve import Found, find
@@ -94,13 +95,14 @@ def verify_released(
     Downloads what the cache lacks: about 2 GB for each of the larger models. Returns what was written.
     """
     path = Path(path)
-    record: dict[str, Any] = {"models": {}, **(json.loads(path.read_text()) if path.exists() else {})}
+    outcomes = {}
     for name in RELEASED if names is None else names:
         checks = verify(name, text=text, protocol=protocol, device=device)
-        record["models"][name] = _summary(RELEASED[name], checks)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(record, indent=2) + "\n")
-    part.replace(path)
+        outcomes[name] = _summary(RELEASED[name], checks)
+    # Read after the long part: what another process wrote meanwhile stays
+    record: dict[str, Any] = {"models": {}, **(json.loads(path.read_text()) if path.exists() else {})}
+    record["models"] |= outcomes
+    write_atomically(path, json.dumps(record, indent=2) + "\n")
     return record
 
 
@@ -175,7 +177,7 @@ def _check_file(found: Found) -> tuple[Check, Released | None]:
         names = shard_names(found.weights, read_json(found.weights).get("weight_map") or {})
     unknown, good = [], []
     for name in names:
-        digest = hub.sha256(folder / name)
+        digest = sha256(folder / name)
         wanted, by = hub.recorded_sha256(folder / name), "the Hub gave"
         if pinned and entry is not None and entry.files[name].sha256 is not None:
             wanted, by = entry.files[name].sha256, "recorded"

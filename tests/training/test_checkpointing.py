@@ -1,21 +1,24 @@
 """A checkpoint is complete or ignored, and nothing that goes wrong while saving touches the ones before."""
 
+import itertools
 import json
+import os
 import resource
+import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.kills import killed_after
 from tests.training.small import small_config
+from tnlm.files import MARKER, find_defect
 from tnlm.training import checkpointing
-from tnlm.training.checkpointing import MARKER, find_defect, find_latest, load, prune, save
+from tnlm.training.checkpointing import find_latest, load, prune, recover, save
 from tnlm.training.outcomes import SaveError
 from tnlm.training.start import build_model
-
-
-class Killed(BaseException):
-    """No handler runs after it, as after kill -9."""
 
 
 @pytest.fixture
@@ -51,47 +54,83 @@ def test_files_are_plain_data(tmp_path, model):
     }
 
 
-def count_syncs(monkeypatch, fail_at: int | None = None, error: BaseException | None = None) -> list[Path]:
-    """Follow every flush to disk; raise at number ``fail_at``."""
-    seen: list[Path] = []
-    original = checkpointing._sync
-
-    def sync(path: Path) -> None:
-        seen.append(path)
-        if len(seen) - 1 == fail_at:
-            raise error
-        original(path)
-
-    monkeypatch.setattr(checkpointing, "_sync", sync)
-    return seen
+def names(run: Path) -> list[str]:
+    return sorted(str(path.relative_to(run)) for path in run.rglob("*"))
 
 
-def test_kill_at_any_moment_of_a_save_leaves_the_one_before(tmp_path, model, monkeypatch):
-    before = write(tmp_path, 4, model)
-    content = {p.name: p.read_bytes() for p in before.iterdir()}
-    with monkeypatch.context() as patch:
-        seen = count_syncs(patch)
-        write(tmp_path / "other", 8, model)
-        moments = len(seen)
-    assert moments > 6
-    outcomes = set()
-    for moment in range(moments):
-        with monkeypatch.context() as patch:
-            count_syncs(patch, fail_at=moment, error=Killed())
-            with pytest.raises(Killed):
-                write(tmp_path, 8, model)
-        latest, skipped = find_latest(tmp_path)
-        # the last flushes come after the renaming: the new one is complete then
-        outcomes.add(latest.name)
-        if latest == before:
-            assert skipped == [".step_000008.part: an interrupted save"]
-        else:
-            assert find_defect(latest) is None
-        assert {p.name: p.read_bytes() for p in before.iterdir()} == content
-        checkpointing.remove_interrupted(tmp_path)
-        for path in (tmp_path / "checkpoints").glob("step_000008/*"):
-            path.unlink()
-    assert outcomes == {"step_000004", "step_000008"}
+def save_and_prune(run: Path, model) -> None:
+    write(run, 8, model)
+    prune(run, keep_last=1, keep_every=None)
+
+
+def damage(run: Path) -> None:
+    """The newest checkpoint no longer is what its hashes say; one byte, no size."""
+    path = run / "checkpoints" / "step_000008" / "training.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def prepare(run: Path, model, start: str) -> None:
+    """What lies in the run folder before the save that is killed."""
+    run.mkdir()
+    for step in {"first save": (), "third save": (2, 4), "over a damaged one": (4, 8)}[start]:
+        write(run, step, model)
+    if start == "over a damaged one":
+        damage(run)
+
+
+@pytest.mark.parametrize("start", ["first save", "third save", "over a damaged one"])
+def test_kill_at_every_change_of_a_save_and_a_prune(start, tmp_path, model):
+    """At each moment a complete checkpoint is there and ``latest`` names one; a restart loses and leaves nothing."""
+    template, whole = tmp_path / "template", tmp_path / "whole"
+    prepare(template, model, start)
+    shutil.copytree(template, whole)
+    save_and_prune(whole, model)
+    for changes in itertools.count():
+        run = tmp_path / f"run{changes}"
+        shutil.copytree(template, run)
+        with killed_after(changes) as died:
+            save_and_prune(run, model)
+        complete = [path for path in (run / "checkpoints").glob("step_*") if find_defect(path, contents=True) is None]
+        if start != "first save":
+            assert complete
+            assert start == "over a damaged one" or run / (run / "latest").read_text().strip() in complete
+        newest = restart(run)
+        assert newest == max(complete, default=None)
+        if newest is not None:
+            assert (run / "latest").read_text() == f"checkpoints/{newest.name}\n"
+            load(newest)
+        assert not [name for name in names(run) if "/." in f"/{name}"]
+        save_and_prune(run, model)
+        assert [name for name in names(run) if ".damaged" not in name] == names(whole)
+        if not died[0]:
+            break
+    assert changes > 25
+
+
+def restart(run: Path) -> Path | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the damaged one, tested in test_resume.py
+        return recover(run)[0]
+
+
+def test_kill_at_every_change_of_a_recovery(tmp_path, model):
+    template = tmp_path / "template"
+    prepare(template, model, "over a damaged one")
+    for name in (".step_000012.part", ".step_000002.removed.part"):
+        shutil.copytree(template / "checkpoints" / "step_000004", template / "checkpoints" / name)
+    (template / ".latest.1.part").write_text("check")
+    for changes in itertools.count():
+        run = tmp_path / f"run{changes}"
+        shutil.copytree(template, run)
+        with killed_after(changes) as died:
+            restart(run)
+        assert restart(run) == run / "checkpoints" / "step_000004"
+        assert {path.name for path in run.iterdir()} == {"checkpoints", "latest"}
+        assert {path.name for path in (run / "checkpoints").iterdir()} == {"step_000004", "step_000008.damaged"}
+        assert (run / "latest").read_text() == "checkpoints/step_000004\n"
+        if not died[0]:
+            break
+    assert changes > 10
 
 
 def test_newest_complete_is_found_and_the_damaged_are_named(tmp_path, model):
@@ -111,6 +150,54 @@ def test_newest_complete_is_found_and_the_damaged_are_named(tmp_path, model):
             "step_000004: unreadable COMPLETE marker",
         ],
     )
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "training.json", "config.json", MARKER])
+@pytest.mark.parametrize("spoil", [flip_bit, zero, truncate, Path.unlink])
+def test_any_damage_is_named_and_set_aside(spoil, name, tmp_path, model):
+    for step in (2, 4):
+        write(tmp_path, step, model)
+    spoil(tmp_path / "checkpoints" / "step_000004" / name)
+    # a bit of the marker is one of a hash: then the file with that hash is named
+    named = r"[\w.]+" if (spoil, name) == (flip_bit, MARKER) else f".*{name}"
+    with pytest.warns(UserWarning, match=f"continues from step_000002, passed over step_000004: {named}"):
+        newest, removed = recover(tmp_path)
+    assert (newest.name, removed) == ("step_000002", [])
+    assert (tmp_path / "latest").read_text() == "checkpoints/step_000002\n"
+    assert (tmp_path / "checkpoints" / "step_000004.damaged").is_dir()
+    assert recover(tmp_path)[0] == newest
+
+
+def test_a_file_that_cannot_be_read_is_a_defect(tmp_path, model, monkeypatch):
+    """A disk that fails, and a live run that removes the checkpoint while another process looks at it."""
+    path, stat = write(tmp_path, 2, model), Path.stat
+    for error, said in (
+        (OSError(5, "Input/output error"), "cannot be read: Input/output"),
+        (FileNotFoundError(), "is m"),
+    ):
+
+        def fail(self, error=error, **options):
+            if self.name == "training.json":
+                raise error
+            return stat(self, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", fail)
+            assert find_defect(path).startswith(f"training.json {said}")
 
 
 @pytest.mark.user_error
@@ -136,11 +223,22 @@ def test_disk_full_names_path_and_cause(tmp_path, model):
 
 
 def test_any_refusal_while_flushing_is_a_save_error(tmp_path, model, monkeypatch):
-    before = write(tmp_path, 4, model)
-    for moment in range(6):
+    before, flush, flushes = write(tmp_path, 4, model), os.fsync, []
+
+    def fail(moment: int) -> Callable[[int], None]:
+        def fsync(descriptor: int) -> None:
+            flushes.append(descriptor)
+            if len(flushes) > moment:
+                raise OSError(28, "No space left on device")
+            flush(descriptor)
+
+        return fsync
+
+    for moment in range(8):
+        flushes.clear()
         with monkeypatch.context() as patch:
-            count_syncs(patch, fail_at=moment, error=OSError(28, "No space left on device"))
-            with pytest.raises(SaveError, match="step_000008 could not be written: No space left on device"):
+            patch.setattr(os, "fsync", fail(moment))
+            with pytest.raises(SaveError, match=r"step_000008 could not be written: .*No space left on device"):
                 write(tmp_path, 8, model)
         assert find_latest(tmp_path) == (before, [])
 

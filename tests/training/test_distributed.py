@@ -1,21 +1,24 @@
 """Ranks on CPU with gloo, under the real torchrun: one and several launchers, and another world size on resume."""
 
+import importlib.util
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.training.small import small_config
 from tnlm.training import train
 from tnlm.training.checkpointing import complete_steps
-from tnlm.training.distributed import World, on_main
+from tnlm.training.distributed import World, on_main, process_group
 from tnlm.training.metrics import read_metrics
 from tnlm.training.presets import TrainConfig
 
@@ -24,10 +27,16 @@ def curve(folder: Path, kind: str = "train") -> dict[int, float]:
     return {e["step"]: e["loss"] for e in read_metrics(folder / "metrics.jsonl") if e["kind"] == kind}
 
 
-def torchrun(config: TrainConfig, path: Path, *options: str, stderr: int = subprocess.PIPE) -> subprocess.Popen:
+ROOT = Path(__file__).resolve().parents[2]
+CLI = ("-m", "tnlm.training.cli")
+
+
+def torchrun(
+    config: TrainConfig, path: Path, *options: str, program: Sequence[str] = CLI, stderr: int = subprocess.PIPE
+) -> subprocess.Popen:
     """``tnlm-train run`` under torchrun, with a configuration file."""
     path.write_text(json.dumps(config.to_dict()))
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "tnlm.training.cli", "run", "--config"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *program, "run", "--config"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
     return subprocess.Popen([*command, str(path)], env=environment, **pipes)
@@ -109,18 +118,61 @@ def test_four_ranks_saved_two_and_one_resume(tmp_path):
         close(curve(resumed.folder), curve(four.folder), start=7)
 
 
-@pytest.mark.slow
-def test_sigterm_to_the_launcher_saves_once(tmp_path):
-    config = small_config(tmp_path, "two", steps=100_000, save_every=None, val_every=100_000, log_every=100_000)
-    process = torchrun(config, tmp_path / "two.json", "--standalone", "--nproc_per_node=2")
-    log, deadline = config.folder / "metrics.jsonl", time.monotonic() + 120
-    while len(read_metrics(log)) < 5 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
-    (step,) = complete_steps(config.folder)
-    assert f"stopped at step {step}" in errors
+@pytest.fixture(scope="module")
+def signals() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("signals_benchmark", ROOT / "benchmarks" / "signals.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SLOW_MODES = ["launcher", "workers", "both, 0 ms apart", "both, 5 ms apart", "both, 500 ms apart"]
+
+
+@pytest.mark.parametrize("mode", ["both, 50 ms apart", *(pytest.param(m, marks=pytest.mark.slow) for m in SLOW_MODES)])
+def test_sigterm_leaves_a_complete_checkpoint_whoever_gets_it(mode, signals, tmp_path):
+    assert {mode, *SLOW_MODES} <= signals.MODES.keys()
+    row = signals.interrupt(tmp_path, tmp_path / "run", mode)
+    assert signals.is_whole(row), row
+    assert row["workers"] == 2
+    assert row["exit_code"] == 1, "of the launcher, as docs/training.md says"
+    assert row["message"]
+
+
+FAILING_RANK = """
+import os, sys
+from tnlm.training import cli, loop
+original = loop.Trainer.train_step
+def step(self):
+    if self.step == 2 and os.environ["RANK"] == "1":
+        raise ValueError("the fault of rank 1")
+    return original(self)
+loop.Trainer.train_step = step
+sys.exit(cli.main())
+"""
+
+
+def test_a_failure_of_one_rank_is_reported_and_ends_the_job(tmp_path):
+    """Rank 0 waits in a collective that rank 1 never joins."""
+    config, script = small_config(tmp_path, steps=12), tmp_path / "failing.py"
+    script.write_text(FAILING_RANK)
+    process = torchrun(config, tmp_path / "run.json", "--standalone", "--nproc_per_node=2", program=[str(script)])
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert "tnlm-train: the fault of rank 1\n" in errors
+
+
+def test_the_group_is_destroyed_after_success_only(monkeypatch):
+    """Under NCCL, destroying waits for the ranks that still are in a collective, and hides the failure."""
+    done = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: done.append("init"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroy"))
+    with pytest.raises(RuntimeError, match="a fault"), process_group(World(size=2), torch.device("cpu")):
+        raise RuntimeError("a fault")
+    assert done == ["init"]
+    with process_group(World(size=2), torch.device("cpu")):
+        pass
+    assert done == ["init", "init", "destroy"]
 
 
 @pytest.mark.user_error

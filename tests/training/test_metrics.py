@@ -39,14 +39,30 @@ def test_cut_back_drops_what_comes_after_and_a_torn_line(tmp_path):
     assert read_metrics(path) == events[:-1]
     assert cut_back(path, 1, into=tmp_path / "branch.jsonl") == events[:2]
     assert read_metrics(path) == events[:-1]
-    assert cut_back(tmp_path / "none.jsonl", 5, into=path) == []
+
+
+def test_updates_that_the_log_lost_are_said(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with pytest.warns(UserWarning, match=r"metrics.jsonl lacks 5 of the 5 updates of this run, from step 1 to 5"):
+        assert cut_back(path, 5, into=path) == []
+    events = [{"kind": "train", "step": step} for step in (1, 2, 4, 5, 7)]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    with pytest.warns(UserWarning, match=r"lacks 2 of the 6 updates of this run, from step 3 to 6"):
+        assert cut_back(path, 6, into=path) == events[:4]
 
 
 @pytest.mark.user_error
-def test_damage_in_the_middle_is_named(tmp_path):
-    (tmp_path / "m.jsonl").write_text('{"kind": "val"}\nnot json\n{"kind": "val"}\n')
-    with pytest.raises(ValueError, match=r"m\.jsonl line 2 must be a JSON object, got 'not json'"):
-        read_metrics(tmp_path / "m.jsonl")
+@pytest.mark.parametrize(
+    "line", [b"not json", b"5", b"[]", b"null", b"{}", b'{"kind": "val"}', b'{"step": 3}', b"\0\0\0", b"\xff\xfe"]
+)
+def test_a_line_that_is_no_event_is_named(line, tmp_path):
+    """Anywhere but at the end, where a kill may have cut a line short."""
+    event, path = b'{"kind": "val", "step": 3}\n', tmp_path / "m.jsonl"
+    path.write_bytes(event + line + b"\n" + event)
+    with pytest.raises(ValueError, match=r"m\.jsonl line 2 must be a JSON object with kind and step, got .*; remove"):
+        read_metrics(path)
+    path.write_bytes(event + line)
+    assert read_metrics(path) == [json.loads(event)]
 
 
 def test_peak_of_a_known_device_and_none_of_another():

@@ -1,9 +1,12 @@
 """A resumed run is the uninterrupted one, bit for bit, however it was stopped."""
 
+import itertools
 import json
 import os
 import pickle
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +19,12 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 import tnlm
+from tests.kills import killed_after
 from tests.training.small import small_config
 from tnlm.training import train
 from tnlm.training.branch import branch_config
-from tnlm.training.checkpointing import complete_steps
+from tnlm.training.checkpointing import complete_steps, mark_complete
+from tnlm.training.cli import main
 from tnlm.training.estimate import estimate
 from tnlm.training.export import export
 from tnlm.training.loop import Trainer
@@ -146,6 +151,21 @@ def test_signal_saves_and_says_so(number, tmp_path, monkeypatch):
     saves = [e["step"] for e in read_metrics(config.folder / "metrics.jsonl") if e["kind"] == "save"]
     assert saves == [4, 8, 10, 12, 16, 20]
     assert record(config.folder)[1] == record(whole.folder)[1]
+
+
+def test_a_repeated_signal_is_the_same_request(tmp_path, monkeypatch):
+    """As from a launcher and a scheduler both; before, the second one ended the process without a save."""
+    config = small_config(tmp_path)
+
+    def signal_twice() -> None:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+
+    stop_at(monkeypatch, 9, signal_twice)
+    with pytest.raises(Interrupted, match="stopped at step 10: ") as stopped:
+        quietly(config)
+    assert stopped.value.number == signal.SIGTERM
+    assert complete_steps(config.folder) == [8, 10]
 
 
 def test_signal_in_validation_or_save_is_one_complete_save(tmp_path, monkeypatch):
@@ -351,10 +371,7 @@ def test_missing_state_is_an_error(name, message, tmp_path, monkeypatch):
         quietly(config)
     path = config.folder / "checkpoints" / "step_000008" / "training.safetensors"
     save_file({k: v for k, v in load_file(path).items() if k != name}, path)
-    marker = path.with_name("COMPLETE")
-    content = json.loads(marker.read_text())
-    content["sizes"][path.name] = path.stat().st_size
-    marker.write_text(json.dumps(content))
+    mark_complete(path.parent, step=8)
     with pytest.raises(ValueError, match=message):
         quietly(config)
 
@@ -377,6 +394,7 @@ def test_a_pickle_in_a_checkpoint_is_never_run(name, tmp_path, monkeypatch):
     path, mark = config.folder / "checkpoints" / "step_000008" / name, tmp_path / "PWNED"
     payload = pickle.dumps(Hostile(mark))
     path.write_bytes(payload.ljust(path.stat().st_size, b"."))
+    mark_complete(path.parent, step=8)
     with pytest.raises(ValueError, match="step_000008"):
         quietly(config)
     assert not mark.exists()
@@ -396,6 +414,149 @@ def test_another_precision_is_refused(tmp_path, monkeypatch):
         ValueError, match=r"holds .* in torch.bfloat16, this run in torch.float32; resume with the same"
     ):
         quietly(config.replace(precision="float32"))
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_checkpoint_is_named_and_the_one_before_continues(tmp_path, monkeypatch):
+    """One bit, in a file that stays readable; in the end the run is the one that was never damaged."""
+    whole = small_config(tmp_path, "whole")
+    quietly(whole)
+    config = small_config(tmp_path)
+    stop_at(monkeypatch, 9, raise_stop)
+    with pytest.raises(Stop):
+        quietly(config)
+    flip_bit(config.folder / "checkpoints" / "step_000008" / "model.safetensors")
+    with pytest.warns(UserWarning, match="continues from step_000004, passed over step_000008: model.safetensors"):
+        quietly(config)
+    assert record(config.folder) == record(whole.folder)
+    assert complete_steps(config.folder) == [16, 20]
+
+
+@pytest.mark.user_error
+def test_no_undamaged_checkpoint_is_an_error_that_changes_nothing(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    stop_at(monkeypatch, 9, raise_stop)
+    with pytest.raises(Stop):
+        quietly(config)
+    for step in (4, 8):
+        flip_bit(config.folder / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
+    before = {p: p.read_bytes() for p in config.folder.rglob("*") if p.is_file()}
+    with pytest.raises(
+        ValueError, match=r"no checkpoint that .* \(step_000008: model.safetensors is damaged.*step_000004"
+    ):
+        quietly(config)
+    assert {p: p.read_bytes() for p in config.folder.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.user_error
+def test_damaged_checkpoint_is_neither_branched_from_nor_exported(tmp_path):
+    trunk = small_config(tmp_path, "trunk", warmdown=0.4, keep_every=4)
+    quietly(trunk)
+    branch = branch_config(trunk.folder, steps=16, out=str(tmp_path / "branch"))
+    flip_bit(Path(branch.branched_from) / "training.safetensors")
+    with pytest.raises(ValueError, match=r"step_000008 cannot be used: training.safetensors is damaged: its sha256"):
+        quietly(branch)
+    with pytest.raises(ValueError, match=r"step_000008 cannot be used: training.safetensors is damaged"):
+        export(trunk.folder, tmp_path / "exported", step=8)
+    assert not (tmp_path / "exported").exists()
+
+
+def test_a_lost_log_is_said_and_training_continues(tmp_path, monkeypatch, capsys):
+    config = small_config(tmp_path)
+    stop_at(monkeypatch, 9, raise_stop)
+    with pytest.raises(Stop):
+        train(config)
+    loss = next(
+        e["loss"] for e in read_metrics(config.folder / "metrics.jsonl") if (e["kind"], e["step"]) == ("train", 8)
+    )
+    stop_at(monkeypatch, 9, raise_stop)
+    with pytest.raises(Stop):
+        train(config)
+    assert f"continues after step 8, whose loss was {loss:.4f}\n" in capsys.readouterr().err
+    (config.folder / "metrics.jsonl").unlink()
+    with pytest.warns(UserWarning, match=r"lacks 8 of the 8 updates of this run, from step 1 to 8"):
+        train(config)
+    assert "continues after step 8, whose loss is not in " in capsys.readouterr().err
+    assert [e["step"] for e in read_metrics(config.folder / "metrics.jsonl") if e["kind"] == "train"] == [*range(9, 21)]
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """What a finished run leaves, without what tells the time or the folder: names, checkpoints, ``latest``."""
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+    return {name: (folder / name).read_bytes() if name == "latest" else b"" for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["run", "branch"])
+def test_kill_at_every_change_of_a_run(kind, tmp_path):
+    """The same command gives the run that was never killed, and nothing is left over."""
+    trunk = small_config(tmp_path, "trunk", steps=2, val_every=2, save_every=1, keep_last=1, warmdown=0.0)
+    whole = trunk
+    if kind == "branch":
+        quietly(trunk)
+        whole = branch_config(trunk.folder, steps=3, warmdown=0.4, out=str(tmp_path / "whole"))
+    quietly(whole)
+    expected, files = record(whole.folder), snapshot(whole.folder)
+    for changes in itertools.count():
+        config = whole.replace(out=str(tmp_path / f"killed{changes}"))
+        with killed_after(changes) as died:
+            quietly(config)
+        if not died[0]:
+            break
+        quietly(config)
+        assert record(config.folder) == expected
+        assert snapshot(config.folder) == files
+        shutil.rmtree(config.folder)
+    assert changes > 50
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from tnlm.files import lock
+with lock(Path(sys.argv[1]), what="x"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_second_process_in_a_run_folder_is_refused_and_changes_nothing(tmp_path, monkeypatch, capsys):
+    """The first one holds the folder in a process of its own and is killed: the kernel releases the lock."""
+    config = small_config(tmp_path)
+    stop_at(monkeypatch, 9, raise_stop)
+    with pytest.raises(Stop):
+        quietly(config)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, config.folder / ".lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as first:
+        first.stdout.readline()
+        before = {p: p.read_bytes() for p in config.folder.rglob("*") if p.is_file()}
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config.to_dict()))
+        assert main(["run", "--config", str(path)]) == 2
+        assert re.search(
+            rf"the run folder .*run is in use by process {first.pid} on .*, since 2\d{{3}}-", capsys.readouterr().err
+        )
+        assert {p: p.read_bytes() for p in config.folder.rglob("*") if p.is_file()} == before
+        first.kill()
+    quietly(config)
+    assert not (config.folder / ".lock").exists()
+    assert complete_steps(config.folder) == [16, 20]
+
+
+@pytest.mark.user_error
+def test_a_saved_model_is_not_overwritten_by_a_run(tmp_path):
+    config = small_config(tmp_path)
+    tnlm.save(tnlm.Transformer(config.model), config.folder)
+    before = {p.name: p.read_bytes() for p in config.folder.iterdir()}
+    with pytest.raises(ValueError, match=r"config.json is not the configuration of a run and would be lost; choose"):
+        quietly(config)
+    assert {p.name: p.read_bytes() for p in config.folder.iterdir()} == before
 
 
 def test_divergence_keeps_the_last_good_checkpoint(tmp_path, monkeypatch):

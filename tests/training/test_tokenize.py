@@ -93,8 +93,10 @@ def test_nothing_is_left_of_a_call_that_failed(tmp_path, bpe):
     damaged.write_text(source.read_text() + "no JSON\n")
 
     def interrupt(documents, tokens):
-        assert [p.name for p in out.iterdir()] == [".tokenize.part"]
+        assert sorted(p.name for p in out.iterdir()) == [".lock", ".tokenize.part"]
         assert list((out / ".tokenize.part").glob("train_*.bin"))
+        with pytest.raises(ValueError, match=r"out is in use by process \d+ on .*, since "):
+            tokenize.tokenize_files([source], out, bpe, shard_tokens=500, val_tokens=500)
         raise KeyboardInterrupt
 
     for sources, progress, error in (([source], interrupt, KeyboardInterrupt), ([damaged], None, ValueError)):

@@ -204,7 +204,7 @@ class _Store:
         from safetensors.torch import save_file
 
         path = self._path(start)
-        partial = path.with_suffix(".partial")
+        partial = path.with_suffix(f".{os.getpid()}.partial")
         tensors = {name: t.detach().contiguous() for name, t in part._asdict().items()}
         save_file(tensors, partial, metadata={"key": self.key})
         os.replace(partial, path)

@@ -5,19 +5,22 @@ A checkpoint ``RUN/checkpoints/step_000250/`` holds
 - ``model.safetensors``, ``config.json``, ``tnlm_tokenizer.json``: what :func:`tnlm.load` reads;
 - ``training.safetensors``: optimiser state by parameter name, and the states of the random generators;
 - ``training.json``: step, position in the stream, fingerprint of the data, versions;
-- ``COMPLETE``: written last, with the size of every other file.
+- ``COMPLETE``: written last, with the size and the sha256 of every other file.
 
-It is written under a temporary name and renamed once complete, so a kill at any moment leaves the older ones untouched
-and at worst a folder that the next start names and removes. ``RUN/latest`` holds the path of the newest.
+It is written under a temporary name and renamed once complete, and renamed before it is removed, so a kill at any
+moment leaves complete checkpoints and at worst folders that :func:`recover` names and removes at the next start.
+``RUN/latest`` holds the path of the newest. Sizes are compared whenever a checkpoint is looked for, contents when
+training continues from it or exports it: reading it costs about a second per gigabyte.
 """
 
 import contextlib
 import json
-import os
 import random
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +31,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tnlm
+from tnlm.files import MARKER, find_defect, sha256, sync, write_atomically
+from tnlm.files import write_synced as _write
 from tnlm.tokenizer import Tokenizer
 from tnlm.training.outcomes import SaveError
 from tnlm.training.retention import kept_steps
 from tnlm.transformer import Transformer
 
-MARKER = "COMPLETE"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -74,27 +78,22 @@ def save(
         SaveError: Disk full, read-only, or any other refusal of the file system, with path and cause.
     """
     target = run / "checkpoints" / f"step_{step:06d}"
-    if find_defect(target) is None:
-        return target
     part = target.with_name(f".{target.name}.part")
     try:
+        if find_defect(target, contents=True) is None:
+            _point_latest_at(target)
+            return target
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        tnlm.save(model, part, max_shard_bytes=2**62)
-        if tokenizer is not None:
-            tokenizer.save(part)
+        tnlm.save(model, part, tokenizer=tokenizer, max_shard_bytes=2**62)
         save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, part / "training.safetensors")
         _write(part / "training.json", json.dumps({"step": step, **facts}, indent=1))
-        sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
-        for path in part.iterdir():
-            _sync(path)
-        _write(part / MARKER, json.dumps({"step": step, "sizes": sizes}))
-        _sync(part)
+        mark_complete(part, step=step)
         if target.exists():
-            shutil.rmtree(target)
+            _remove(target)
         part.rename(target)
-        _sync(target.parent)
-        _replace(run / "latest", f"checkpoints/{target.name}\n")
+        sync(target.parent)
+        _point_latest_at(target)
     except Exception as error:
         # safetensors has an error class of its own for a full disk, and its text names no path
         cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -104,6 +103,22 @@ def save(
             raise SaveError(f"checkpoint {target} could not be written: {cause}") from error
         raise
     return target
+
+
+def mark_complete(folder: Path, *, step: int) -> None:
+    """Flush every file of a checkpoint to disk, then write the marker that names them all."""
+    files = sorted(path for path in folder.iterdir() if path.name != MARKER)
+    with ThreadPoolExecutor() as pool:  # the hashes are computed while the disk writes
+        hashes = pool.map(sha256, files)
+        for path in files:
+            sync(path)
+        marker = {
+            "step": step,
+            "sizes": {path.name: path.stat().st_size for path in files},
+            "sha256": dict(zip((path.name for path in files), hashes)),
+        }
+    _write(folder / MARKER, json.dumps(marker))
+    sync(folder)
 
 
 def find_latest(run: Path) -> tuple[Path | None, list[str]]:
@@ -117,21 +132,55 @@ def find_latest(run: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def find_defect(path: Path) -> str | None:
-    """Why the folder is no complete checkpoint, or None: the marker must name every file at its size."""
-    try:
-        sizes = json.loads((path / MARKER).read_text())["sizes"]
-    except FileNotFoundError:
-        return f"no {MARKER} marker"
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"unreadable {MARKER} marker"
-    for name, size in sizes.items():
-        actual = (path / name).stat().st_size if (path / name).is_file() else None
-        if actual is None:
-            return f"{name} is missing"
-        if actual != size:
-            return f"{name} has {actual} bytes of {size}"
-    return None
+def recover(run: Path) -> tuple[Path | None, list[str]]:
+    """Put in order what a kill or a damaged disk left.
+
+    Contents are compared with their hashes. Damaged checkpoints are renamed to ``step_N.damaged``, with a warning, and
+    count no more; unfinished files and folders are removed; ``latest`` names the checkpoint that is returned. Only the
+    process that holds the run's lock may call this.
+
+    Returns:
+        The newest undamaged checkpoint, None if none was made; and the names of what was removed.
+
+    Raises:
+        ValueError: There are checkpoints and all are damaged; nothing is changed then.
+    """
+    damaged: dict[Path, str] = {}
+    newest = None
+    for path in _by_age(run):
+        defect = find_defect(path, contents=True)
+        if defect is None:
+            newest = path
+            break
+        damaged[path] = defect
+    reasons = "; ".join(f"{path.name}: {defect}" for path, defect in damaged.items())
+    if damaged and newest is None:
+        raise ValueError(
+            f"{run} holds no checkpoint that training can continue from ({reasons}); remove {run / 'checkpoints'} to "
+            "start from the beginning"
+        )
+    if damaged:
+        warnings.warn(f"{run} continues from {newest.name}, passed over {reasons}", stacklevel=2)
+    for path in damaged:
+        aside = path.with_name(f"{path.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    unfinished = sorted([*run.glob(".*.part"), *(run / "checkpoints").glob(".*.part")])
+    for path in unfinished:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if newest is not None:
+        _point_latest_at(newest)
+    return newest, [path.name for path in unfinished]
+
+
+def check(path: Path) -> None:
+    """Compare a checkpoint with what its marker says, contents included.
+
+    Raises:
+        ValueError: It is incomplete or damaged.
+    """
+    if (defect := find_defect(path, contents=True)) is not None:
+        raise ValueError(f"checkpoint {path} cannot be used: {defect}")
 
 
 def complete_steps(run: Path) -> list[int]:
@@ -162,15 +211,7 @@ def prune(run: Path, *, keep_last: int, keep_every: int | None, stable_end: int 
     kept = kept_steps(map(_step, complete), keep_last=keep_last, keep_every=keep_every, stable_end=stable_end)
     for path in complete:
         if _step(path) not in kept:
-            # without its marker a half-removed folder is no checkpoint
-            (path / MARKER).unlink()
-            shutil.rmtree(path)
-
-
-def remove_interrupted(run: Path) -> None:
-    """Remove what interrupted saves left behind."""
-    for path in (run / "checkpoints").glob(".step_*.part"):
-        shutil.rmtree(path)
+            _remove(path)
 
 
 def random_state() -> dict[str, Tensor]:
@@ -226,20 +267,13 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    _sync(path)
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; half removed, it has a name that is no checkpoint's."""
+    removed = path.with_name(f".{path.name}.removed.part")
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed)
 
 
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
-    _write(part, text)
-    part.replace(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _point_latest_at(path: Path) -> None:
+    write_atomically(path.parents[1] / "latest", f"checkpoints/{path.name}\n")

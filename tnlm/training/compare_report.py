@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import tnlm
+from tnlm.files import write_atomically
 from tnlm.training.compare import Comparison, Reading
 from tnlm.training.runs import Arm
 
@@ -214,8 +215,5 @@ def _why(reading: Reading) -> str:
 def write(result: Comparison, folder: str | os.PathLike) -> Path:
     """Write ``compare.json`` into ``folder`` (created), atomically; returns its path."""
     path = Path(folder) / "compare.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(to_dict(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_atomically(path, json.dumps(to_dict(result), indent=1, allow_nan=False) + "\n")
     return path

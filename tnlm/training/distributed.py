@@ -67,7 +67,12 @@ class World:
 
 @contextmanager
 def process_group(world: World, device: "torch.device") -> Iterator[None]:
-    """Join the ranks: gloo on CPU, nccl on CUDA (gloo for CPU tensors); nothing for one process."""
+    """Join the ranks: gloo on CPU, nccl on CUDA (gloo for CPU tensors); nothing for one process.
+
+    The group is destroyed after success only: when one rank fails, the others still wait in a collective, destroying
+    would wait for them, and the message of the failure would never be seen. The process ends, and its launcher ends
+    the others.
+    """
     if world.size == 1:
         yield
         return
@@ -79,10 +84,8 @@ def process_group(world: World, device: "torch.device") -> Iterator[None]:
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
     else:
         dist.init_process_group("gloo", timeout=TIMEOUT)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
 
 
 def sum_over_ranks(values: "torch.Tensor", world: World) -> "torch.Tensor":

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tnlm.files import lock
 from tnlm.training import shards
 
 REPO = "kjj0/fineweb10B-gpt2"
@@ -46,7 +47,8 @@ def get_fineweb(
         ``folder files downloaded train_tokens val_tokens``.
 
     Raises:
-        ValueError: No network, a refused or damaged download, or too little disk; names files and folder.
+        ValueError: No network, a refused or damaged download, too little disk, or another process that downloads into
+            the folder; names files and folder.
     """
     folder, files = Path(folder), fineweb_files(n_shards)
     missing = {name: size for name, size in files.items() if _size(folder / name) != size}
@@ -57,12 +59,13 @@ def get_fineweb(
             f"{folder} must have {sum(missing.values()):,} bytes free for {len(missing)} files, got {free:,}; "
             "choose fewer shards or another folder"
         )
-    for done, name in enumerate(files):
-        if name in missing:
-            _download(name, missing, folder)
-        if progress is not None:
-            progress(name, done + 1, len(files))
-    shutil.rmtree(folder / ".download", ignore_errors=True)
+    with lock(folder / ".lock", what=str(folder)):
+        for done, name in enumerate(files):
+            if name in missing:
+                _download(name, missing, folder)
+            if progress is not None:
+                progress(name, done + 1, len(files))
+        shutil.rmtree(folder / ".download", ignore_errors=True)
     tokens = {name: shards.shard_tokens(folder / name) for name in files}
     shards.write_sidecar(folder, source=REPO, d_vocab=50257, eot=50256, tokenizer={"name": "gpt2", "hash": GPT2_HASH})
     return {

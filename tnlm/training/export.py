@@ -6,7 +6,7 @@ from typing import Any
 import tnlm
 from tnlm.card import model_card
 from tnlm.tokenizer import FILE_NAME, Tokenizer
-from tnlm.training.checkpointing import complete_steps, load
+from tnlm.training.checkpointing import check, complete_steps, load
 from tnlm.training.metrics import read_metrics
 from tnlm.training.presets import load_config
 
@@ -21,7 +21,7 @@ def export(run: Path, out: Path, *, step: int | None = None) -> dict[str, Any]:
         ``folder step n_params`` and the losses recorded at that step.
 
     Raises:
-        ValueError: There is no such complete checkpoint.
+        ValueError: There is no such complete checkpoint, or it is damaged.
     """
     config = load_config(run / "config.json")
     held = complete_steps(run)
@@ -29,7 +29,9 @@ def export(run: Path, out: Path, *, step: int | None = None) -> dict[str, Any]:
         raise ValueError(f"{run} holds no complete checkpoint; let it train to one, or to its end")
     if step is not None and step not in held:
         raise ValueError(f"{run} must hold a complete checkpoint of step {step}, got {', '.join(map(str, held))}")
-    checkpoint = load(run / "checkpoints" / f"step_{held[-1] if step is None else step:06d}")
+    path = run / "checkpoints" / f"step_{held[-1] if step is None else step:06d}"
+    check(path)
+    checkpoint = load(path)
     model = tnlm.load(checkpoint.path, dtype="checkpoint")
     events = [event for event in read_metrics(run / "metrics.jsonl") if event["step"] == checkpoint.step]
     losses = {event["kind"]: event["loss"] for event in events if event["kind"] in ("train", "val")}
@@ -42,7 +44,6 @@ def export(run: Path, out: Path, *, step: int | None = None) -> dict[str, Any]:
         **{f"{kind}_loss": f"{loss:.4f} nats per token" for kind, loss in losses.items()},
         "versions": checkpoint.facts["versions"],
     }
-    tnlm.save(model, out, card=model_card(model.config, training=facts))
-    if (checkpoint.path / FILE_NAME).is_file():
-        Tokenizer.load(checkpoint.path).save(out)
+    tokenizer = Tokenizer.load(checkpoint.path) if (checkpoint.path / FILE_NAME).is_file() else None
+    tnlm.save(model, out, card=model_card(model.config, training=facts), tokenizer=tokenizer)
     return {"folder": str(out), "step": checkpoint.step, "n_params": model.config.n_params, **losses}

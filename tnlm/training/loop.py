@@ -31,8 +31,19 @@ from tnlm.training.optim import Optimizers, gradient_norm
 from tnlm.training.outcomes import Diverged, Interrupted, Result
 from tnlm.training.presets import TrainConfig
 from tnlm.training.retention import is_saved
-from tnlm.training.start import build_model, choose_device, claim_folder, cpu_threads, versions, wants_bfloat16
+from tnlm.training.start import (
+    build_model,
+    choose_device,
+    claim_folder,
+    cpu_threads,
+    run_lock,
+    versions,
+    wants_bfloat16,
+)
 from tnlm.transformer import Transformer
+
+SAME_SIGNAL_SECONDS = 10.0
+"""Signals that follow the first one within this time are the same request to stop; see :meth:`Trainer.signals`."""
 
 
 class MeanLoss(nn.Module):
@@ -72,7 +83,8 @@ def train(config: TrainConfig, *, initial: Mapping[str, Tensor] | None = None, p
         progress: Report on stderr.
 
     Raises:
-        ValueError: The configuration, the data or the launch is refused, or the folder holds another run.
+        ValueError: The configuration, the data or the launch is refused, the folder holds another run, or another
+            process trains in it.
         Diverged: A loss or gradient is not finite.
         Interrupted: SIGTERM or SIGINT; a complete checkpoint was saved.
         SaveError: The disk refused a checkpoint.
@@ -82,7 +94,7 @@ def train(config: TrainConfig, *, initial: Mapping[str, Tensor] | None = None, p
     device = choose_device(config, world)
     if device.type == "cpu":
         torch.set_num_threads(cpu_threads(config, world))
-    with process_group(world, device):
+    with process_group(world, device), run_lock(config, world):
         shown = progress and world.main
         with announce("opening data, building the model") if shown else contextlib.nullcontext():
             trainer = Trainer(config, world=world, device=device, initial=initial, progress=progress)
@@ -106,6 +118,7 @@ class Trainer:
         self.device = device or torch.device("cpu")
         self.progress_enabled = progress and self.world.main
         self.folder = config.folder
+        self.log_path = self.folder / "metrics.jsonl"
         on_main(lambda: claim_folder(config), self.world)
         self.inputs = open_inputs(config, self.world)
         self.mixed = wants_bfloat16(config, self.device)
@@ -190,13 +203,19 @@ class Trainer:
         config = self.config
         resumed = self.restore()
         if self.world.main:
-            self.log = metrics.MetricsLog(self.folder / "metrics.jsonl")
+            self.log = metrics.MetricsLog(self.log_path)
             name = self.folder.name
             self.tracking = metrics.Tracking(config.tracker, project="tnlm", run=name, config=config.to_dict())
         self.progress = metrics.Progress(steps=config.steps, start=self.step, enabled=self.progress_enabled)
         try:
             self._event("resume" if resumed else "start", **self.facts())
             self.progress.say(self.headline())
+            if resumed:
+                last = self.recorded.get("train")
+                self.progress.say(
+                    f"continues after step {self.step}, "
+                    + (f"whose loss was {last['loss']:.4f}" if last else f"whose loss is not in {self.log_path}")
+                )
             return self._run()
         except RuntimeError as error:
             if config.compile:
@@ -320,6 +339,8 @@ class Trainer:
         on_main(self._save, self.world)
 
     def _save(self) -> None:
+        if self.log is not None:
+            self.log.sync()  # or, after a power cut, the checkpoint may be there and the events before it not
         path = checkpointing.save(
             self.folder,
             step=self.step,
@@ -351,21 +372,21 @@ class Trainer:
         return path is not None
 
     def _find_checkpoint(self) -> tuple[Path | None, Path]:
-        """The checkpoint to continue from, and the log that led to it."""
-        path, skipped = checkpointing.find_latest(self.folder)
-        for reason in skipped:
-            self.say(f"passed over {reason}")
-        checkpointing.remove_interrupted(self.folder)
-        log = self.folder / "metrics.jsonl"
+        """The checkpoint to continue from, its contents compared with their hashes, and the log that led to it."""
+        path, removed = checkpointing.recover(self.folder)
+        if removed:
+            self.say(f"removed {', '.join(removed)}: interrupted saves")
+        log = self.log_path
         if path is None and self.config.branched_from is not None:
             path = Path(self.config.branched_from)
+            checkpointing.check(path)
             log = path.parents[1] / "metrics.jsonl"
         return path, log
 
     def _cut_back(self, log: Path) -> dict[str, dict[str, Any]]:
         """Cut the log back to this step; returns its events of exactly this step, by kind."""
-        events = metrics.cut_back(log, self.step, into=self.folder / "metrics.jsonl")
-        return {event["kind"]: event for event in events if event.get("step") == self.step}
+        events = metrics.cut_back(log, self.step, into=self.log_path)
+        return {event["kind"]: event for event in events if event["step"] == self.step}
 
     def _load(self, checkpoint: checkpointing.Checkpoint) -> None:
         loader, validation = checkpoint.facts["loader"], self.inputs.validation.fingerprint
@@ -430,16 +451,26 @@ class Trainer:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the run after the step, with a save; a second one ends the process at once."""
+        """SIGTERM and SIGINT end the run after the step, with a save.
+
+        A launcher and a scheduler often signal the same process both, so whatever comes within
+        :data:`SAME_SIGNAL_SECONDS` is the same request; a later signal ends the process at once, without a save.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        first = 0.0
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if self.signal:
+            nonlocal first
+            if not self.signal:
+                self.signal, first = number, time.monotonic()
+                self._say_at_once(
+                    f"{signal.Signals(number).name}: saving after this step; "
+                    f"again after {SAME_SIGNAL_SECONDS:g} s to exit at once, without a save"
+                )
+            elif time.monotonic() - first > SAME_SIGNAL_SECONDS:
                 os._exit(128 + number)
-            self.signal = number
-            self.say(f"{signal.Signals(number).name}: saving after this step; once more to exit at once")
 
         before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -447,6 +478,12 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _say_at_once(self, text: str) -> None:
+        """A message from within a signal handler, which may have interrupted a print to the same stream."""
+        if self.progress_enabled:
+            with contextlib.suppress(OSError):
+                os.write(2, f"{text}\n".encode())
 
     def _agree(self, loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
         """Means over ranks of loss and gradient norm, and whether any rank was told to stop; one collective."""

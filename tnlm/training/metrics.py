@@ -18,9 +18,12 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+from tnlm.files import write_atomically
 
 PEAK_FLOPS: dict[str, float] = {
     "NVIDIA A100": 312e12,
@@ -64,6 +67,10 @@ class MetricsLog:
                 self._file.close()
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
+    def sync(self) -> None:
+        """Flush all lines to disk."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -72,28 +79,44 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All events; a last line cut short by a kill is left out.
 
     Raises:
-        ValueError: Another line is no JSON object.
+        ValueError: Another line is no event; names it.
     """
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
     events = []
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
     for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path} line {number} must be a JSON object, got {line[:80]!r}") from None
+        event = _parse_event(line) if line else None
+        if event is not None:
+            events.append(event)
+        elif line and number < len(lines):
+            start = line[:80].decode("utf-8", "replace")
+            raise ValueError(
+                f"{path} line {number} must be a JSON object with kind and step, got {start!r}; remove the line"
+            )
     return events
 
 
+def _parse_event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+        return event if isinstance(event["kind"], str) and isinstance(event["step"], int) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def cut_back(path: Path, step: int, *, into: Path) -> list[dict[str, Any]]:
-    """Write the events of ``path`` up to ``step`` to ``into`` (itself, or the log of a branch); returns them."""
+    """Write the events of ``path`` up to ``step`` to ``into`` (itself, or the log of a branch); returns them.
+
+    Every update has a train event; updates without one are named in a warning.
+    """
     kept = [event for event in read_metrics(path) if event["step"] <= step and event["kind"] not in ("sample", "end")]
-    part = into.with_name(f".{into.name}.part")
-    part.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
-    part.replace(into)
+    lost = sorted(set(range(1, step + 1)) - {event["step"] for event in kept if event["kind"] == "train"})
+    if lost:
+        warnings.warn(
+            f"{path} lacks {len(lost)} of the {step} updates of this run, from step {lost[0]} to {lost[-1]}: training "
+            "continues, but the curve has a gap",
+            stacklevel=2,
+        )
+    write_atomically(into, "".join(json.dumps(event) + "\n" for event in kept))
     return kept
 
 

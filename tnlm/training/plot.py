@@ -9,6 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from tnlm.files import write_atomically
 from tnlm.page import AXIS, FIGURE_LAYOUT, Page
 from tnlm.training.compare import Comparison, Reading
 from tnlm.training.compare_report import to_text
@@ -216,10 +217,11 @@ def write_png(figure: go.Figure, path: str | os.PathLike) -> Path:
     """
     path = Path(path)
     try:
-        path.write_bytes(figure.to_image(format="png", scale=2, width=900, height=figure.layout.height or 500))
+        image = figure.to_image(format="png", scale=2, width=900, height=figure.layout.height or 500)
     except (ImportError, ValueError, RuntimeError) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"a PNG needs kaleido and Chrome (pip install kaleido), got: {cause}") from error
+    write_atomically(path, image)
     return path
 
 

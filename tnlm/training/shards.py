@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from tnlm.files import write_atomically
+
 MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 1024
@@ -341,9 +343,7 @@ def write_sidecar(folder: str | os.PathLike, **facts: Any) -> dict[str, Any]:
     """Merge ``facts`` into the folder's ``dataset.json`` (tokenizer, d_vocab, eot, ...), atomically; returns all."""
     path = Path(folder) / SIDECAR
     merged = {**(read_sidecar(folder) or {}), **facts}
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(merged, indent=1), encoding="utf-8")
-    os.replace(part, path)
+    write_atomically(path, json.dumps(merged, indent=1))
     return merged
 
 

@@ -1,16 +1,19 @@
 """What a run starts from: device, threads, folder, model, and the versions that it records."""
 
+import contextlib
 import json
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import tnlm
-from tnlm.training.distributed import World
+from tnlm.files import lock, write_atomically
+from tnlm.resolve import is_run
+from tnlm.training.distributed import World, on_main
 from tnlm.training.presets import OPERATIONAL, TrainConfig, load_config
 from tnlm.transformer import Transformer
 
@@ -45,13 +48,32 @@ def cpu_threads(config: TrainConfig, world: World) -> int:
     return 1 if world.size > 1 else min(torch.get_num_threads(), 4)
 
 
+@contextlib.contextmanager
+def run_lock(config: TrainConfig, world: World) -> Iterator[None]:
+    """Rank 0 holds the lock file of the run folder, which is made; every rank raises if another process holds it.
+
+    Raises:
+        ValueError: Another process trains in the folder; names process, host and start.
+    """
+    with contextlib.ExitStack() as held:
+
+        def take() -> None:
+            config.folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(lock(config.folder / ".lock", what=f"the run folder {config.folder}"))
+
+        on_main(take, world)
+        yield
+
+
 def claim_folder(config: TrainConfig) -> None:
     """Make the run folder and write ``config.json``; a run that has begun there must be the same.
 
     Raises:
-        ValueError: It holds another run; lists the fields that differ.
+        ValueError: It holds another run, with the fields that differ, or a saved model.
     """
     path = config.folder / "config.json"
+    if path.exists() and not is_run(config.folder):
+        raise ValueError(f"{path} is not the configuration of a run and would be lost; choose another --out")
     begun = any((config.folder / name).exists() for name in ("metrics.jsonl", "checkpoints"))
     if begun and path.exists():
         old, new = load_config(path).to_dict(), config.to_dict()
@@ -63,10 +85,7 @@ def claim_folder(config: TrainConfig) -> None:
                 f"{config.folder} holds another run, differing in {'; '.join(changed)}. Choose another --out, repeat "
                 "the command it was started with to resume it, or start a new schedule from it with tnlm-train branch"
             )
-    config.folder.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(".config.json.part")
-    part.write_text(json.dumps(config.to_dict(), indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_atomically(path, json.dumps(config.to_dict(), indent=1) + "\n")
 
 
 def wants_bfloat16(config: TrainConfig, device: torch.device) -> bool:

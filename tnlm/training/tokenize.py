@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tnlm.files import lock
 from tnlm.tokenizer import Tokenizer
 from tnlm.training import shards
 
@@ -177,16 +178,22 @@ def tokenize_files(
 
 @contextlib.contextmanager
 def _folder_of_parts(out: Path) -> Iterator[Path]:
-    """A folder within ``out`` whose files move up at the end, the sidecar first; removed when anything goes wrong."""
+    """A folder within ``out`` whose files move up at the end, the sidecar first; removed when anything goes wrong.
+
+    Of two processes that write into ``out`` at once, the second is refused with a ValueError.
+    """
     part = out / ".tokenize.part"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        yield part
-        for path in sorted(part.iterdir()):
-            os.replace(path, out / path.name)
-    finally:
-        shutil.rmtree(part)
+    out.mkdir(parents=True, exist_ok=True)
+    with lock(out / ".lock", what=str(out)):
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        try:
+            yield part
+            # The validation shard comes last: without it nothing trains on a part of the data
+            for path in sorted(part.iterdir()):
+                os.replace(path, out / path.name)
+        finally:
+            shutil.rmtree(part)
 
 
 class _SplitWriter:
