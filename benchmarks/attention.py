@@ -2,6 +2,7 @@
 """Attention kernels against named backends of torch's SDPA and against the published T x T einsum form.
 
     OMP_NUM_THREADS=1 python benchmarks/attention.py            # CPU: process time of one thread
+    python benchmarks/attention.py --busy                       # CPU: two threads, alone and beside other processes
     python benchmarks/attention.py --gpu                        # one CUDA device, bf16, under ten minutes
     TRITON_INTERPRET=1 python benchmarks/attention.py --dry     # all that --gpu does, at toy sizes on a CPU
 
@@ -119,6 +120,9 @@ SDPA = {
 LIMITS = {"bilinear:chunked": 1.70, "squared:chunked": 1.05}
 """What a CPU run must show at the first shape, forward + backward, as a ratio to SDPA."""
 
+BUSY_THREADS, BUSY_PROCESSES, BUSY_LIMIT = 2, 3, 2.0
+"""Beside so many spinning processes the ratio to SDPA may be at most so many times that on the quiet machine."""
+
 
 def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
@@ -192,6 +196,15 @@ class Processor:
     def growth(self, call: Callable[[], None]) -> dict:
         call()
         return {}
+
+
+class Clock(Processor):
+    """Time that passes during a call: process time would not see it wait for a thread that is not running."""
+
+    def seconds(self, call: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
 
 
 class Cuda:
@@ -386,6 +399,35 @@ def cpu_rows(repeats: int) -> Iterator[dict]:
         yield from operator_rows(crossover, shape, "cpu", torch.float32, Processor(), repeats)
 
 
+def busy_rows(repeats: int) -> Iterator[dict]:
+    """The first CPU shape on several threads, alone and then beside processes that never wait."""
+    names = ["sdpa:default", *LIMITS]
+    for n in (0, BUSY_PROCESSES):
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n)]
+        try:
+            for row in operator_rows(names, CPU_SHAPES[0], "cpu", torch.float32, Clock(), repeats):
+                yield {"threads": BUSY_THREADS, "busy_processes": n, **row}
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+
+
+def busy_verdict(rows: list[dict]) -> list[str]:
+    """What a run of `busy_rows` owes."""
+    ratio = {
+        (row["candidate"], row["busy_processes"]): row["ratio_to"]["sdpa:default"]
+        for row in rows
+        if row["pass"] == "forward+backward"
+    }
+    return [
+        f"{name} takes {ratio[name, BUSY_PROCESSES]} of SDPA beside {BUSY_PROCESSES} busy processes and "
+        f"{ratio[name, 0]} alone, the limit is {BUSY_LIMIT} times as much"
+        for name in LIMITS
+        if ratio[name, BUSY_PROCESSES] > BUSY_LIMIT * ratio[name, 0]
+    ]
+
+
 def triton_rows(plan: Plan, meter: Meter | None, repeats: int, seconds: float) -> Iterator[dict]:
     """Compile in parallel, gate, the first shape, training steps, the other shapes; each within its budget.
 
@@ -435,8 +477,10 @@ def verdict(rows: list[dict]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", action="store_true", help="measure on a CUDA device")
-    parser.add_argument("--dry", action="store_true", help="all that --gpu does, interpreted at toy sizes on a CPU")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--gpu", action="store_true", help="measure on a CUDA device")
+    mode.add_argument("--busy", action="store_true", help="measure on a busy CPU too, with several threads")
+    mode.add_argument("--dry", action="store_true", help="all that --gpu does, interpreted at toy sizes on a CPU")
     parser.add_argument("--repeats", type=int, default=20, help="default %(default)s")
     parser.add_argument("--seconds", type=float, default=540, help="budget of --gpu, default %(default)s")
     parser.add_argument(
@@ -453,17 +497,22 @@ def main() -> int:
     if options.gpu or options.dry:
         rows = triton_rows(GPU if options.gpu else DRY, None, options.repeats, options.seconds)
     else:
+        if options.busy:
+            torch.set_num_threads(BUSY_THREADS)
         gate("cpu", torch.float32, ((64, 64, 333), (64, 128, 129)), ["eager", "chunked"])
-        rows = cpu_rows(options.repeats)
+        rows = busy_rows(options.repeats) if options.busy else cpu_rows(options.repeats)
     about = record.about("attention", device="cuda" if options.gpu else "cpu", commit=options.commit)
-    path = None if options.dry and not options.out else record.path(about, options.out)
+    name = {"benchmark": "attention-busy"} if options.busy else {}
+    path = None if options.dry and not options.out else record.path(about | name, options.out)
     measured = []
     for row in rows:
         measured.append(row)
         print(json.dumps(about | row), flush=True)
         if path:  # a second run on the same day replaces the first
             path.write_text("".join(json.dumps(about | row) + "\n" for row in measured))
-    missed = [] if options.gpu or options.dry else verdict(measured)
+    missed = []
+    if not (options.gpu or options.dry):
+        missed = busy_verdict(measured) if options.busy else verdict(measured)
     print("\n".join(missed), file=sys.stderr)
     return 1 if missed else 0
 

@@ -361,3 +361,31 @@ def test_published_file_is_not_touched(tmp_path):
         for p in tnlm.load(folder, dtype="checkpoint").parameters():
             p.zero_()
     assert (folder / "pytorch_model.bin").read_bytes() == before
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_model_that_is_not_finite_never_replaces_a_good_one(tmp_path, bad):
+    model = build(tiny(), torch.float32)
+    tnlm.save(model, tmp_path / "good")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "good").iterdir()}
+    with torch.no_grad():
+        model.blocks[1].mlp.w_d[3, 2] = bad
+    for name in ("good", "new"):
+        with pytest.raises(ValueError, match=r"NaN or infinity in blocks\.1\.mlp\.w_d \(1 of "):
+            tnlm.save(model, tmp_path / name)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "good").iterdir()} == before
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "stored, dtype, value",
+    [(torch.float32, torch.float16, 1e6), (torch.float64, torch.float32, 1e39), (torch.float64, torch.bfloat16, 1e39)],
+)
+def test_weights_too_large_for_the_dtype_are_named(tmp_path, stored, dtype, value):
+    model = build(tiny(), stored)
+    with torch.no_grad():
+        model.blocks[1].mlp.w_d[3, 2] = value
+    tnlm.save(model, tmp_path)
+    with pytest.raises(ValueError, match=rf"too large for {dtype} .*: blocks\.1\.mlp\.w_d \(1 of .*wider dtype"):
+        tnlm.load(tmp_path, dtype=dtype)
+    assert tnlm.load(tmp_path, dtype="checkpoint").blocks[1].mlp.w_d[3, 2].item() == pytest.approx(value)

@@ -146,3 +146,12 @@ def test_long_windows_of_the_released_two_pair_models_are_warned_about():
     model = build(tiny(n_layer=1, n_head=1, d_model=4, d_qk=2, d_hidden=1, n_ctx=520))
     with pytest.warns(UserWarning, match="evaluate with seq=512"):
         cross_entropy(model, ids(600), seq=513)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_refused(bad):
+    model = build(tiny(), torch.float32)
+    with torch.no_grad():
+        model.blocks[1].mlp.w_d[3, 2] = bad
+    with pytest.raises(ValueError, match="losses must be finite, got NaN or infinity in row 0"):
+        cross_entropy(model, ids(2, 9))

@@ -65,6 +65,17 @@ def test_numerics_see_a_wrong_implementation(tmp_path, monkeypatch):
     assert "differ from the definition" in checks[1].detail
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_numerics_fail_on_logits_that_are_not_finite(tmp_path, monkeypatch, bad):
+    """No difference from NaN is above a limit, so the comparison has to be one that NaN fails."""
+    tnlm.save(build(tiny(), torch.float32), tmp_path)
+    good = kernels.bilinear_attention
+    monkeypatch.setattr("tnlm.attention.bilinear_attention", lambda *a, **o: good(*a, **o) * bad)
+    checks = verify(tmp_path)
+    assert outcome(checks)["numerics"] == "failed"
+    assert "differ from the definition" in checks[1].detail
+
+
 def test_damage_fails_the_file_and_skips_the_rest(tmp_path):
     tnlm.save(build(tiny(), torch.float32), tmp_path)
     state = load_file(tmp_path / "model.safetensors")

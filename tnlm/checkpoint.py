@@ -70,14 +70,23 @@ def load(
     model = layouts.structure(config)
     state: dict[str, Tensor] = {}
     nonfinite: dict[str, int] = {}
+    too_large: dict[str, str] = {}
     for name, p in model.state_dict().items():
         keys, _ = table.rows[name]
         # Just before they are copied: the second reading then comes from the processor's cache
         nonfinite |= {key: count_nonfinite(tensors[key]) for key in keys if key not in nonfinite}
         made = table.make(name, tensors).reshape(p.shape)
         state[name] = _own(made, device=place, dtype=wanted or tensors[keys[0]].dtype)
+        if state[name].dtype != made.dtype and (n := count_nonfinite(state[name])):
+            too_large[name] = f"{name} ({n} of {made.numel()})"
     if bad := [f"{key} ({n} of {tensors[key].numel()})" for key, n in nonfinite.items() if n]:
         raise ValueError(f"checkpoint {found.label} holds NaN or infinite weights: {list_names(bad)}; it is of no use")
+    if too_large:
+        dtype = state[next(iter(too_large))].dtype
+        raise ValueError(
+            f"checkpoint {found.label} has weights too large for {dtype} (|w| <= {torch.finfo(dtype).max:.5g}): "
+            f"{list_names(too_large.values())}; load it in a wider dtype"
+        )
     model.load_state_dict(state, assign=True)
     # past nn.Module's own __setattr__, whose annotation knows tensors and modules only
     object.__setattr__(model, "source", {**found.source, "weights": found.weights.name, "layout": layout.name})
@@ -124,11 +133,12 @@ def save(
         The folder.
 
     Raises:
-        ValueError: The folder holds weights in a format that is not written here, is that of a training run, or another
-            process saves to it.
+        ValueError: A weight is NaN or infinite, the folder holds weights in a format that is not written here, is
+            that of a training run, or another process saves to it.
         OSError: Disk full, read-only and the like, with path and cause; what was there is untouched.
     """
     folder = Path(folder)
+    check_weights(model)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with files.lock(folder / _LOCK, what=str(folder)):
@@ -188,6 +198,16 @@ def finish_save(folder: Path) -> None:
     saved.rename(folder / _STAGING)
     shutil.rmtree(folder / _STAGING)
     files.sync(folder)
+
+
+def check_weights(model: torch.nn.Module) -> None:
+    """Raise ValueError if a parameter or buffer is NaN or infinite: `load` refuses such files."""
+    counts = {name: (count_nonfinite(_whole(t)), t.numel()) for name, t in model.state_dict().items()}
+    if bad := [f"{name} ({n} of {size})" for name, (n, size) in counts.items() if n]:
+        raise ValueError(
+            f"the model must have finite weights, got NaN or infinity in {list_names(bad)}; if it was converted to "
+            "float16 the weights were too large for it, use bfloat16 or float32. No file was written"
+        )
 
 
 # Reading
@@ -296,8 +316,12 @@ def _save_shard(tensors: Mapping[str, Tensor], path: Path) -> None:
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, t in tensors.items():
-        whole = t.full_tensor() if hasattr(t, "full_tensor") else t
-        whole = whole.detach().cpu().contiguous()
+        whole = _whole(t).detach().cpu().contiguous()
         plain[name] = whole.clone() if whole.untyped_storage().data_ptr() in seen else whole
         seen.add(whole.untyped_storage().data_ptr())
     save_file(plain, path, metadata={"format": "pt"})
+
+
+def _whole(t: Tensor) -> Tensor:
+    """All of a tensor that may be distributed over ranks."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t

@@ -20,6 +20,10 @@ LONG = 512
 """Positions up to which the released model with two query-key pairs predicts well."""
 
 
+class NonFiniteLoss(ValueError):
+    """A model gave a loss that is NaN or infinite."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """Mean loss of the positions ``start <= position < stop``, in nats per token."""
@@ -76,7 +80,8 @@ def cross_entropy(
         progress: Show progress on stderr beyond two seconds.
 
     Raises:
-        ValueError: Nothing to predict, a value out of range, or an id not below ``d_vocab_used``.
+        ValueError: Nothing to predict, a value out of range, an id not below ``d_vocab_used``, or a loss that is NaN
+            or infinite.
 
     Warns:
         UserWarning: Windows above 512 tokens with the released architecture and bilinear attention.
@@ -94,13 +99,20 @@ def cross_entropy(
     if message := long_context_warning(model.config, width):
         warnings.warn(message, UserWarning, stacklevel=2)
 
-    row_sums, row_counts = [], []
+    row_sums: list[float] = []
+    row_counts: list[int] = []
     by_position = torch.zeros(width, dtype=torch.float64, device="cpu")
     n_bytes = 0
     for batch in track(_batches(windows, batch_size), "evaluating", enabled=progress):
         stacked = torch.stack(batch).long()
         targets = stacked[:, 1:]
         losses = token_losses(model(stacked[:, :-1].to(device)), targets.to(device)).double().cpu()
+        if not losses.isfinite().all():
+            row = len(row_sums) + int((~losses.isfinite()).any(1).nonzero()[0])
+            raise NonFiniteLoss(
+                f"losses must be finite, got NaN or infinity in row {row}: the weights are not finite, or the logits "
+                f"overflow in {model.unembed.w_u.dtype}; check the weights, or use a wider dtype"
+            )
         row_sums += losses.sum(1).tolist()
         row_counts += [targets.shape[1]] * len(batch)
         by_position[: losses.shape[1]] += losses.sum(0)

@@ -16,7 +16,7 @@ import tnlm
 from tnlm import hub, released
 from tnlm.checkpoint import load
 from tnlm.config import POLYNOMIAL_ATTENTIONS
-from tnlm.evaluate import cross_entropy
+from tnlm.evaluate import NonFiniteLoss, cross_entropy
 from tnlm.files import sha256, write_atomically
 from tnlm.kernels import Implementation
 from tnlm.released import RELEASED, TOLERANCE, CrossEntropy, Released
@@ -249,7 +249,10 @@ def _check_cross_entropy(
     tokens = text if isinstance(text, Tensor) else _read_tokens(Path(text))
     if tokens.ndim == 1:
         tokens = tokens[: known.rows * known.seq + 1]
-    measured = cross_entropy(model, tokens, seq=known.seq, rows=known.rows, progress=True)
+    try:
+        measured = cross_entropy(model, tokens, seq=known.seq, rows=known.rows, progress=True)
+    except NonFiniteLoss as error:
+        return Check(name="cross_entropy", status="failed", detail=str(error))
     if (measured.rows, measured.tokens) != (known.rows, known.rows * known.seq):
         detail = f"needs {needs}; the text gives {measured.tokens} tokens in {measured.rows} rows"
         return Check(name="cross_entropy", status="skipped", detail=detail)

@@ -384,3 +384,15 @@ def test_the_page_runs():
     scope = {}
     exec(page.split("```python\n")[2].split("```")[0], scope)
     assert scope["out"].shape == (1, 8)
+
+
+def test_weights_that_are_not_finite_are_neither_written_nor_loaded(tmp_path):
+    model = build(tiny(), torch.float32)
+    with torch.no_grad():
+        model.blocks[1].mlp.w_d[3, 2] = 1e6
+    hf.wrap(model).save_pretrained(tmp_path / "good")
+    with pytest.raises(ValueError, match=r"finite weights, got NaN or infinity in blocks\.1\.mlp\.w_d \(1 of "):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "good", dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"converted to float16 .* No file was written"):
+        hf.wrap(model).half().save_pretrained(tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()

@@ -1,10 +1,24 @@
 """Eigenpairs, residuals, the certificate, and the four effective ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tests.interp.builders import SHAPES, dense, gauged, make_layer, noise
-from tnlm.interp import BilinearTensor, effective_rank, eig
+from tnlm.interp import (
+    BilinearTensor,
+    LowRank,
+    bounds,
+    cp,
+    effective_rank,
+    eig,
+    hosvd,
+    top_tokens,
+    vocab_bounds,
+    vocab_eigs,
+    vocab_moments,
+)
 from tnlm.interp.spectra import _orthogonalise, krylov, lanczos, squared_norms
 
 assert_close = torch.testing.assert_close
@@ -235,3 +249,26 @@ def test_lanczos_on_any_operator():
         check_every=3,
     )
     assert_close(pairs.values[:, 0], torch.linalg.eigvalsh(q)[:, -1])
+
+
+@pytest.mark.parametrize("method", ["full", "krylov"])
+def test_a_form_that_overflows_is_refused(method):
+    """The weights are finite in float32, their products are not: no NaN spectrum with nothing unfound."""
+    b = make_layer(3, 37, 41).to(torch.float32)
+    large = BilinearTensor(b.w_l * 1e20, b.w_r * 1e20, b.w_d)
+    u = torch.eye(3)
+    for call in (
+        lambda: eig(large, u, 2, method=method),
+        lambda: effective_rank(large, u, "entropy"),
+        lambda: hosvd(large, 1, 1),
+        lambda: cp(large, 1, sweeps=1),
+        lambda: bounds(large, u),
+        lambda: vocab_moments(SimpleNamespace(mlp=[large], unembed=u, tokens=range(3)), 0),
+        lambda: vocab_bounds(SimpleNamespace(mlp=[large], unembed=u, tokens=range(3)), 0),
+        lambda: vocab_eigs(SimpleNamespace(mlp=[large], unembed=u, tokens=range(3)), 0, k=2, progress=False),
+        lambda: LowRank(large.w_l.mT, large.w_r).svd(),
+        lambda: top_tokens(LowRank(large.w_l.mT, large.w_r), 2),
+    ):
+        with pytest.raises(ValueError, match=r"overflows float32, got .* use dtype=float64"):
+            call()
+    assert bool(eig(large.to(torch.float64), u.double(), 2, method=method).values.isfinite().all())

@@ -1,10 +1,12 @@
 """Moments and bounds with the values that pen and paper give."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tests.interp.builders import SHAPES, make_layer, monomial, noise
-from tnlm.interp import BilinearTensor, bounds, eig, jacobian_kernel, moments, trace_bounds
+from tnlm.interp import BilinearTensor, bounds, eig, jacobian_kernel, moments, trace_bounds, vocab_bounds
 
 assert_close = torch.testing.assert_close
 
@@ -106,7 +108,7 @@ def test_brackets_from_trace_and_norm_contain_the_ends():
     assert float(tight.max_high) == pytest.approx(3)
     assert float(tight.min_high) == pytest.approx(1)
     single = trace_bounds(torch.tensor(-2.0).double(), torch.tensor(2.0).double(), 1)
-    assert set(map(float, single)) == {-2.0}
+    assert list(map(float, single)) == pytest.approx([-2.0] * 4, rel=1e-14)
 
 
 def test_jacobian_kernel():
@@ -146,3 +148,51 @@ def test_bad_arguments_are_refused():
     ]:
         with pytest.raises(ValueError, match=text):
             call()
+
+
+def exact_forms(b, u):
+    """Of every direction the eigenvalues of the form, from a dense float64 sum: the weights as they are stored."""
+    w_l, w_r, w_d, u = (t.double() for t in (b.w_l, b.w_r, b.w_d, u))
+    q = torch.einsum("no,oh,hi,hj->nij", u, w_d, w_l, w_r)
+    return torch.linalg.eigvalsh((q + q.mT) / 2)
+
+
+@pytest.mark.parametrize("offset, spread", [(0.0, 1.0), (1.0, 1e-4), (1e3, 1e-4), (-1e4, 1.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bounds_hold_through_rounding_and_cancellation(dtype, offset, spread):
+    """A spectrum far from zero and narrow: nearly all of its trace and norm cancels."""
+    d = 13
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        basis = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64)).Q
+        values = offset + spread * torch.randn(3, d, generator=generator, dtype=torch.float64).clamp(-1, 1)
+        # One unit per eigenvector, scaled unequally: output o has the eigenvalues values[o]
+        scale = torch.rand(d, 1, generator=generator, dtype=torch.float64) + 0.5
+        b = BilinearTensor(*(t.to(dtype) for t in (basis.mT * scale, basis.mT / scale, values)))
+        u = torch.eye(3, dtype=dtype)
+        exact = exact_forms(b, u)
+        # the reference is rounded too: d of its roundings at the scale of the largest eigenvalue
+        slack = 8 * d * torch.finfo(torch.float64).eps * exact.abs().amax()
+        found = bounds(b, u, radius2=1.0)
+        net = SimpleNamespace(mlp=[b], unembed=u, tokens=range(3))
+        brackets = vocab_bounds(net, 0)
+        for low, high in [(found.low, found.high), (brackets.low, brackets.high)]:
+            assert bool((low.double() <= exact[:, 0] + slack).all())
+            assert bool((high.double() >= exact[:, -1] - slack).all())
+        width = exact[:, -1] - exact[:, 0]
+        ulp = torch.finfo(dtype).eps * (abs(offset) + spread)
+        assert bool((found.high.double() - found.low.double() <= width + 4 * ulp + 64 * slack).all())
+        # by a float32 Gram as well
+        brackets = vocab_bounds(net, 0, gram=b.gram("out"))
+        assert bool((brackets.low.double() <= exact[:, 0] + slack).all())
+        assert bool((brackets.high.double() >= exact[:, -1] - slack).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_not_listed_lies_below_unfound(dtype):
+    for seed in range(30):
+        b = make_layer(3, 11, 17, seed=seed).to(dtype)
+        u = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+        exact = exact_forms(b, u).abs().sort(descending=True).values
+        for k in (1, 4, 10):
+            assert bool((eig(b, u, k).unfound.double() >= exact[:, k] * (1 - 1e-13)).all())

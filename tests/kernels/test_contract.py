@@ -1,5 +1,9 @@
 """What every implementation owes: small errors at all lengths, properties of the formula, any memory layout."""
 
+import multiprocessing
+import threading
+import warnings
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,6 +80,65 @@ def test_chunked_in_several_groups_of_heads(monkeypatch):
         got = outputs_and_gradients(kind, tensors, implementation="chunked")
         want = outputs_and_gradients(kind, tensors, implementation="eager")
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads, and puts back what it was."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@BOTH
+@pytest.mark.parametrize("batch, n_head", [(1, 5), (3, 2), (1, 1)])
+def test_chunked_on_several_threads(kind, batch, n_head, threads):
+    """Shares of the batch, of the heads, and fewer heads than threads; the caller's number of threads stays."""
+    tensors = operands(kind, seq_q=150, batch=batch, n_head=n_head, d_qk=16, d_v=24, dtype=torch.float32)
+    threads(3)
+    assert_contract(kind, tensors, random_grad(tensors), ["chunked"])
+    assert torch.get_num_threads() == 3
+    with torch.inference_mode():
+        x = [t.clone() for t in tensors]
+        torch.testing.assert_close(
+            FUNCTIONS[kind](*x, implementation="chunked"), FUNCTIONS[kind](*tensors, implementation="chunked").detach()
+        )
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_chunked_waits_for_threads_once(n, threads, monkeypatch):
+    """No product of a share is itself parallel: each would wait for the slowest thread of a busy machine."""
+    seen = set()
+    product = torch.bmm
+
+    def bmm(*args, **kwargs):
+        seen.add((threading.get_ident(), torch.get_num_threads()))
+        return product(*args, **kwargs)
+
+    threads(n)
+    tensors = operands("bilinear", seq_q=130, batch=2, n_head=5, d_qk=16, d_v=24, dtype=torch.float32)
+    monkeypatch.setattr(torch, "bmm", bmm)
+    FUNCTIONS["bilinear"](*(t.detach() for t in tensors), implementation="chunked")
+    assert {used for _, used in seen} == {1}
+    assert (threading.get_ident() in {thread for thread, _ in seen}) == (n == 1)
+
+
+def test_chunked_threads_survive_a_fork(threads):
+    """A forked process has none of the threads of its parent, and must not wait for them."""
+    threads(2)
+    x = operands("squared", seq_q=130, batch=1, n_head=4, d_qk=16, d_v=16, dtype=torch.float32)
+    x = [t.detach() for t in x]
+    FUNCTIONS["squared"](*x, implementation="chunked")
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: FUNCTIONS["squared"](*x, implementation="chunked")
+    )
+    with warnings.catch_warnings():
+        # Python 3.12 and later warn of what is tested here
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    process.join(60)
+    process.kill()
+    assert process.exitcode == 0
 
 
 @BOTH

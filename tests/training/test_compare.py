@@ -655,6 +655,11 @@ class TestCurveFiles:
         [
             ("group,run,step,val_loss\n", "lacks schedule_steps"),
             ("group,run,schedule_steps,step,val_loss\na,0,10,x,3\n", "a row must hold numbers"),
+            (
+                "group,run,schedule_steps,step,val_loss\na,0,10,5,nan\na,0,10,10,3\n",
+                "run a:0 must have finite losses to be compared, got nan at step 5",
+            ),
+            ("group,run,schedule_steps,step,val_loss\na,0,10,10,inf\n", "got inf at step 10; leave a run"),
             ("group,run,schedule_steps,step,val_loss\na,0,10,5,3\n", "its last step there, got .* last step 5"),
             ("group,run,schedule_steps,step,val_loss\na,0,10,10,3\na,0,10,10,3\n", "2 rows for 1 steps"),
         ],

@@ -12,6 +12,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTra
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tnlm.cache import Cache, LayerCache, check_alike
+from tnlm.checkpoint import check_weights
 from tnlm.config import METADATA_KEYS, ModelConfig
 from tnlm.transformer import Transformer, check_ids
 
@@ -91,7 +92,7 @@ class TnlmForCausalLM(PreTrainedModel, GenerationMixin):
         """As in transformers, but strict: each weight is found once, or it is an error.
 
         Raises:
-            ValueError: Weights are missing, unexpected or of another shape.
+            ValueError: Weights are missing, unexpected, of another shape, or not finite in the dtype asked for.
         """
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **options)
         model, info = loaded
@@ -99,7 +100,13 @@ class TnlmForCausalLM(PreTrainedModel, GenerationMixin):
         if any(wrong.values()):
             said = "; ".join(f"{kind.split('_')[0]} {', '.join(keys) or 'none'}" for kind, keys in wrong.items())
             raise ValueError(f"the weights do not fit the config: {said}. tnlm.load converts published layouts")
+        check_weights(model)
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, *args: Any, **options: Any) -> None:
+        """As in transformers, but NaN and infinite weights are a ValueError before anything is written."""
+        check_weights(self)
+        super().save_pretrained(*args, **options)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: :class:`tnlm.Transformer` initialises itself, and loading is strict."""

@@ -49,6 +49,15 @@ def check_finite(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be finite, got {count} NaN or infinite of {x.numel()} entries")
 
 
+def check_computed(what: str, *results: Tensor) -> None:
+    """Raise ValueError if a result from finite inputs is NaN or infinite: it overflowed on the way."""
+    for x in results:
+        if not x.is_meta and not bool(torch.isfinite(x).all()):
+            count, dtype = int((~torch.isfinite(x)).sum()), str(x.dtype).removeprefix("torch.")
+            way_out = "scale the weights down" if x.dtype.itemsize // (1 + x.is_complex()) == 8 else "use dtype=float64"
+            raise ValueError(f"{what} overflows {dtype}, got {count} NaN or infinite of {x.numel()} entries: {way_out}")
+
+
 def check_symmetric(name: str, x: Tensor) -> None:
     """Raise ValueError unless ``x`` equals its (conjugate) transpose up to rounding."""
     scale = float(x.abs().max()) if x.numel() else 0.0

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Inexact
 from torch import Tensor
 
-from tnlm.interp._checks import check_bytes, check_choice, check_real, check_symmetric, check_tensor
+from tnlm.interp._checks import check_bytes, check_choice, check_computed, check_real, check_symmetric, check_tensor
 
 # Elements of one temporary block: 64 MiB in float32.
 _BLOCK = 2**24
@@ -175,7 +175,9 @@ class BilinearTensor:
         size = max(1, _BLOCK // max(1, self.d_hidden * self.d_in))
         blocks = [(self.w_l.mT * part[:, None]) @ self.w_r for part in w.split(size)]
         q = torch.cat(blocks).reshape(shape) if blocks else w.new_zeros(shape)
-        return (q + q.mT) / 2
+        q = (q + q.mT) / 2
+        check_computed("the form", q)
+        return q
 
     def apply(
         self, u: Inexact[Tensor, "*batch d_out"], x: Inexact[Tensor, "*batch d_in k"]
@@ -240,7 +242,9 @@ class BilinearTensor:
         total = self.w_l.new_zeros((), dtype=wide)
         for rows, columns, kernel in _kernel_blocks(self, other, hermitian=other is self):
             outputs = self.w_d[:, rows].mT @ other.w_d[:, columns].conj()
-            total = total + (outputs * kernel).sum(dtype=wide)
+            products = outputs * kernel
+            check_computed("the inner product", products)
+            total = total + products.sum(dtype=wide)
         if other is self:
             total = total.real.to(wide)
         if kind == "sym":
@@ -302,7 +306,9 @@ def cross_gram(
     g = a.w_d.new_zeros(a.d_out, b.d_out)
     for rows, columns, kernel in _kernel_blocks(a, b, metric, hermitian=hermitian):
         g = g + a.w_d[:, rows] @ (kernel @ b.w_d[:, columns].mH)
-    return (g + g.mH) / 2 if hermitian else g
+    g = (g + g.mH) / 2 if hermitian else g
+    check_computed("the Gram matrix", g)
+    return g
 
 
 def input_gram(b: BilinearTensor, metric: Tensor | None = None, second: Tensor | None = None) -> Tensor:
@@ -317,4 +323,6 @@ def input_gram(b: BilinearTensor, metric: Tensor | None = None, second: Tensor |
         crossed = (m * (r_rows @ w_l.mH)) @ w_r.conj()
         # the other crossed term is the transpose of this one
         g = g + w_l[rows].mT @ (right_legs + 2 * crossed) + w_r[rows].mT @ left_legs
-    return (g + g.mH) / 8
+    g = (g + g.mH) / 8
+    check_computed("the Gram matrix", g)
+    return g

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tnlm.interp._checks import check_count, check_tensor
+from tnlm.interp._checks import check_computed, check_count, check_tensor
 from tnlm.interp.extraction import Extracted, extract
 from tnlm.interp.statistics import Bounds, bounds
 from tnlm.points import record
@@ -71,6 +71,8 @@ def top_examples(
         x = net.cast(record(net.model, rows, [point])[point])
         radius2 = max(radius2, float(x.square().sum(-1).max()))
         values = form(x) @ u
+        # NaN would be ranked as the largest
+        check_computed("the form of the text", values)
         for largest in (True, False):
             top = values.flatten().topk(min(4 * k, values.numel()), largest=largest)
             for value, index in zip(top.values.tolist(), top.indices.tolist(), strict=True):

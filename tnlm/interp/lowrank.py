@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Inexact
 from torch import Tensor
 
-from tnlm.interp._checks import check_bytes, check_tensor
+from tnlm.interp._checks import check_bytes, check_computed, check_tensor
 
 
 class SVD(NamedTuple):
@@ -59,7 +59,9 @@ class LowRank:
         """Thin SVD by two QRs and one of size ``(r, r)``; the largest entry of each column of ``u`` is positive."""
         q, r = torch.linalg.qr(self.left)
         p, t = torch.linalg.qr(self.right.mH)
-        u, s, vh = torch.linalg.svd(r @ t.mH, full_matrices=False)
+        inner = r @ t.mH
+        check_computed("the matrix", inner)
+        u, s, vh = torch.linalg.svd(inner, full_matrices=False)
         u, vh = q @ u, vh @ p.mH
         peak = u.gather(0, u.abs().argmax(0, keepdim=True))[0]
         phase = torch.sgn(torch.where(peak == 0, 1, peak))

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tnlm.interp._checks import check_choice, check_count, check_tensor
+from tnlm.interp._checks import check_choice, check_computed, check_count, check_tensor
 from tnlm.interp.lowrank import LowRank
 
 _BLOCK = 2**24
@@ -89,6 +89,8 @@ def rank_pairs(
     kept: list[list[Tensor]] = []
     for block in ids.split(max(1, _BLOCK // max(1, len(ids)))):
         entries = columns(block)
+        # NaN would be ranked as the largest
+        check_computed("the table", entries)
         key = key_of(entries)
         if not keep_self:
             key = key.masked_fill(ids[:, None] == block, -torch.inf)

@@ -7,7 +7,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tnlm.interp._checks import check_bytes, check_choice, check_count, check_number, check_tensor
+from tnlm.interp._checks import (
+    check_bytes,
+    check_choice,
+    check_computed,
+    check_count,
+    check_number,
+    check_tensor,
+)
+from tnlm.interp._rounding import diagonalised_error, round_up, squared_norm_error
 from tnlm.interp.bilinear import BilinearTensor, check_layer
 
 Which = Literal["abs", "max", "min"]
@@ -24,8 +32,10 @@ class Eig(NamedTuple):
     """Eigenpairs of one form per direction: ``u . S(x, x) == sum_k values[k] (vectors[:, k] . x)**2`` when complete.
 
     ``residuals`` are ``|Q v - value v|``. ``unfound`` bounds the magnitude of every eigenvalue that is not listed: the
-    listed ones are the largest when it is below them. A vector's sign is free and fixed here by its largest entry being
-    positive; inside a degenerate eigenspace the basis is free, so compare projectors.
+    listed ones are the largest when it is below them. Of a dense decomposition it allows for every rounding; of an
+    iteration for that of the norm and of the difference, and for 8 roundings in each listed value, which is no bound.
+    A vector's sign is free and fixed here by its largest entry being positive; inside a degenerate eigenspace the basis
+    is free, so compare projectors.
     """
 
     values: Tensor  # (..., k)
@@ -80,7 +90,7 @@ def eig(
         flat = Eig(*(rows.new_zeros(s) for s in ((0, k), (0, b.d_in, k), (0, k), (0,))))
     elif method == "full":
         chunks = rows.split(max(1, _DENSE_BLOCK // b.d_in**2))
-        flat = Eig(*map(torch.cat, zip(*(_dense(b.interaction(c), k, which) for c in chunks), strict=True)))
+        flat = Eig(*map(torch.cat, zip(*(_dense(b, c, k, which) for c in chunks), strict=True)))
     else:
         flat = krylov(b, rows, squared_norms(b, rows), k, which=which, tol=tol, max_steps=max_steps, seed=seed)
         applied = b.apply(rows, flat.vectors)
@@ -121,6 +131,7 @@ def krylov(
 ) -> Eig:
     """`lanczos` on the forms of the directions ``rows (n, d_out)``, whose `squared_norms` are ``norms2``."""
     hidden = rows @ b.w_d
+    check_computed("the form", hidden, norms2, norms2.sqrt().to(b.dtype))
 
     def forms(active: Tensor) -> Callable[[Tensor], Tensor]:
         w = hidden[active]
@@ -150,10 +161,16 @@ def form_norms(rows: Tensor, gram: Tensor) -> Tensor:
 
 
 def squared_norms(b: BilinearTensor, rows: Tensor) -> Tensor:
-    """Squared Frobenius norm of every row's form, in float64: by the Gram of the outputs, or of fewer ``rows``."""
+    """Upper bound on the squared Frobenius norm of every row's form, in float64, tight up to the rounding of float64.
+
+    By the Gram of the outputs, or of fewer ``rows``; in float64 whatever the weights, as differences of it are taken.
+    """
+    wide, u = b.to(torch.float64), rows.double()
     if len(rows) < b.d_out:
-        return b.project(rows).gram("out").diagonal().double().clamp_min(0)
-    return form_norms(rows, b.gram("out")).square()
+        norms2 = wide.project(u).gram("out").diagonal()
+    else:
+        norms2 = form_norms(u, wide.gram("out")).square()
+    return norms2.clamp_min(0) + squared_norm_error(b, rows, torch.float64)
 
 
 def _order(values: Tensor, which: Which) -> Tensor:
@@ -161,15 +178,21 @@ def _order(values: Tensor, which: Which) -> Tensor:
     return key.argsort(dim=-1, descending=True, stable=True)
 
 
-def _dense(q: Tensor, k: int, which: Which) -> Eig:
+def _dense(b: BilinearTensor, rows: Tensor, k: int, which: Which) -> Eig:
+    q = b.interaction(rows)
     values, vectors = torch.linalg.eigh(q)
     order = _order(values, which)
     values = values.gather(-1, order)
     vectors = fix_signs(vectors.gather(-1, order[:, None, :k].expand(-1, q.shape[-1], -1)))
     rest = values[:, k:].abs()
-    unfound = rest.amax(-1) if rest.shape[-1] else rest.new_zeros(len(q))
+    if rest.shape[-1]:
+        unfound = round_up(rest.amax(-1).double() + diagonalised_error(b, rows, b.dtype), b.dtype)
+    else:
+        unfound = rest.new_zeros(len(q))
     values = values[:, :k]
-    return Eig(values, vectors, (q @ vectors - vectors * values[:, None]).norm(dim=1), unfound)
+    residuals = (q @ vectors - vectors * values[:, None]).norm(dim=1)
+    check_computed("the spectrum", values, vectors, residuals, unfound)
+    return Eig(values, vectors, residuals, unfound)
 
 
 def lanczos(
@@ -277,6 +300,7 @@ class _Ritz(NamedTuple):
 
 
 def _ritz(alpha: Tensor, beta: Tensor, k: int, which: Which, tol: float) -> _Ritz:
+    check_computed("the form", alpha, beta)
     off = beta[:, :-1].double()
     t = torch.diag_embed(alpha.double()) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
     values, s = torch.linalg.eigh(t)
@@ -306,4 +330,4 @@ def _finish(ritz: _Ritz, rows: Tensor, basis: Tensor, form_norms2: Tensor, d: in
         rest = torch.maximum(rest, unlisted.amax(-1)) if m < d else unlisted.amax(-1)
     elif m == d:
         rest = torch.zeros_like(rest)
-    return Eig(values[:, :k].to(dtype), vectors, (residuals[:, :k] + floor).to(dtype), rest.to(dtype))
+    return Eig(values[:, :k].to(dtype), vectors, (residuals[:, :k] + floor).to(dtype), round_up(rest, dtype))

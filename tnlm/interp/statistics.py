@@ -6,7 +6,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tnlm.interp._checks import check_choice, check_count, check_number, check_real, check_symmetric, check_tensor
+from tnlm.interp._checks import (
+    check_choice,
+    check_computed,
+    check_count,
+    check_number,
+    check_real,
+    check_symmetric,
+    check_tensor,
+)
+from tnlm.interp._rounding import diagonalised_error, gamma, round_down, round_up
 from tnlm.interp.bilinear import BilinearTensor, check_layer, input_gram
 from tnlm.interp.spectra import eig
 
@@ -88,7 +97,10 @@ def bounds(
     radius2: float | None = None,
     domain: Literal["sphere", "ball"] = "sphere",
 ) -> Bounds:
-    """Exact range of ``u . f(x)`` over ``|x|**2 = radius2`` (or ``<=``, the ball), with inputs that attain both ends.
+    """Range of ``u . f(x)`` over ``|x|**2 = radius2`` (or ``<=``, the ball), with inputs that attain both ends.
+
+    Computed in float64 and rounded outwards, by a bound on the rounding (docs/mathematics.md): the exact range lies
+    within ``low`` and ``high``, and is as wide up to that rounding.
 
     Args:
         radius2: ``d_in`` by default, the squared length of an RMS-normed input. With a norm's eps > 0 inputs lie in
@@ -104,20 +116,38 @@ def bounds(
     check_layer(b, real=True)
     radius2 = float(b.d_in if radius2 is None else radius2)
     check_number("radius2", radius2, 0)
-    lowest, highest = (eig(b, u, 1, which, "full") for which in ("min", "max"))
-    low, high = (radius2 * pair.values[..., 0] for pair in (lowest, highest))
-    argmin, argmax = (radius2**0.5 * pair.vectors[..., 0] for pair in (lowest, highest))
+    check_tensor("u", u, (..., b.d_out), b.w_l)
+    wide, u, dtype = b.to(torch.float64), u.double(), b.dtype
+    lowest, highest = (eig(wide, u, 1, which, "full") for which in ("min", "max"))
+    error = diagonalised_error(wide, u.reshape(-1, b.d_out), torch.float64).reshape(u.shape[:-1])
+    low, high = radius2 * (lowest.values[..., 0] - error), radius2 * (highest.values[..., 0] + error)
+    argmin, argmax = (radius2**0.5 * pair.vectors[..., 0].to(dtype) for pair in (lowest, highest))
     if domain == "ball":
         argmin, argmax = argmin * (low < 0)[..., None], argmax * (high > 0)[..., None]
         low, high = low.clamp_max(0), high.clamp_min(0)
-    shift = 0 if b.bias is None else u @ b.bias
-    return Bounds(low + shift, high + shift, argmin, argmax)
+    if wide.bias is not None:
+        shift, error = u @ wide.bias, gamma(b.d_out + 4, torch.float64) * (u.abs() @ wide.bias.abs())
+        low, high = low + shift - error, high + shift + error
+    low, high = round_down(low, dtype), round_up(high, dtype)
+    check_computed("the range", low, high)
+    return Bounds(low, high, argmin, argmax)
 
 
-def trace_bounds(trace: Float[Tensor, "*batch"], frobenius: Float[Tensor, "*batch"], d: int) -> TraceBounds:
+def trace_bounds(
+    trace: Float[Tensor, "*batch"],
+    frobenius: Float[Tensor, "*batch"],
+    d: int,
+    *,
+    trace_error: Float[Tensor, "*batch"] | None = None,
+    squares_error: Float[Tensor, "*batch"] | None = None,
+) -> TraceBounds:
     """Brackets of both extreme eigenvalues of a symmetric ``(d, d)`` matrix from its trace and Frobenius norm alone.
 
-    Exact inequalities, attained when all eigenvalues but one are equal.
+    Without rounding they are attained when all eigenvalues but one are equal. Computed in float64 and rounded outwards.
+
+    Args:
+        trace_error, squares_error: Bounds on the errors of ``trace`` and of ``frobenius**2``; by default those of two
+            numbers that were rounded once to their dtype.
 
     Source: Wolkowicz and Styan 1980, Linear Algebra and its Applications 29.
     """
@@ -127,12 +157,27 @@ def trace_bounds(trace: Float[Tensor, "*batch"], frobenius: Float[Tensor, "*batc
     check_count("d", d, 1)
     if bool((frobenius < 0).any()):
         raise ValueError(f"frobenius must be norms, at least 0, got {float(frobenius.min()):.3g}")
+    dtype = trace.dtype
+    trace, squares = trace.double(), frobenius.double().square()
+    trace_error = gamma(1, dtype) * trace.abs() if trace_error is None else trace_error.double()
+    squares_error = gamma(3, dtype) * squares if squares_error is None else squares_error.double()
     mean = trace / d
-    spread = (frobenius.square() / d - mean.square()).clamp_min(0).sqrt()
+    mean_error = trace_error / d + gamma(4, torch.float64) * mean.abs()
     if d == 1:
-        return TraceBounds(mean, mean, mean, mean)
-    narrow, wide = spread / (d - 1) ** 0.5, spread * (d - 1) ** 0.5
-    return TraceBounds(mean - wide, mean - narrow, mean + narrow, mean + wide)
+        low, high = round_down(mean - mean_error, dtype), round_up(mean + mean_error, dtype)
+        return TraceBounds(low, high, low, high)
+    variance = squares / d - mean.square()
+    error = squares_error / d + (2 * mean.abs() + mean_error) * mean_error
+    error = error + gamma(8, torch.float64) * (squares / d + mean.square())
+    # The ends may be further out by the largest spread, and no nearer than the smallest
+    wide = ((variance + error).clamp_min(0) * (d - 1)).sqrt() * (1 + gamma(8, torch.float64)) + mean_error
+    narrow = ((variance - error).clamp_min(0) / (d - 1)).sqrt() * (1 - gamma(8, torch.float64)) - mean_error
+    return TraceBounds(
+        round_down(mean - wide, dtype),
+        round_up(mean - narrow, dtype),
+        round_down(mean + narrow, dtype),
+        round_up(mean + wide, dtype),
+    )
 
 
 def jacobian_kernel(

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tnlm.interp._checks import (
     check_bytes,
+    check_computed,
     check_count,
     check_number,
     check_real,
@@ -19,6 +21,7 @@ from tnlm.interp._checks import (
     check_tensor,
     check_view,
 )
+from tnlm.interp._rounding import form_error, round_down, round_up, squared_norm_error
 from tnlm.interp.bilinear import BilinearTensor
 from tnlm.interp.ranking import token_ids
 from tnlm.interp.spectra import _DENSE_WIDTH, Eig, Which, eig, form_norms, krylov, squared_norms
@@ -133,18 +136,39 @@ def vocab_moments(
     check_symmetric("gram", gram)
     directions = _directions(net, center)
     norms = torch.cat([form_norms(rows, gram) for rows in directions.split(block)])
-    return VocabMoments(directions @ b.traces(), norms.to(b.dtype))
+    traces = directions @ b.traces()
+    check_computed("the moments", traces, norms := norms.to(b.dtype))
+    return VocabMoments(traces, norms)
 
 
 def vocab_bounds(net: VocabNet, layer: int, *, center: bool = False, gram: Tensor | None = None) -> VocabBounds:
-    """Certified ends of every token's spectrum without one eigenvalue, from `vocab_moments`.
+    """Certified ends of every token's spectrum without one eigenvalue, from its trace and Frobenius norm.
 
     On ``|x|**2 = r`` the layer writes into ``logit_t`` between ``r low`` and ``r high`` (plus the bias, times what
-    later layers and the final norm make of it). Exact inequalities; brackets from the other side are in `trace_bounds`.
+    later layers and the final norm make of it). Brackets from the other side are in `trace_bounds`.
+
+    Certified for the directions as they are, with every rounding allowed for (docs/mathematics.md) and the ends rounded
+    outwards. The Gram is computed in float64. One that is passed is taken to carry the rounding of its dtype: in
+    float32 that is an allowance which may be larger than the spectrum.
     """
-    trace, frobenius = vocab_moments(net, layer, center=center, gram=gram)
-    brackets = trace_bounds(trace, frobenius, net.mlp[layer].d_in)
-    return VocabBounds(brackets.min_low, brackets.max_high)
+    b = _layer(net, layer)
+    dtype = torch.float64 if gram is None else b.dtype
+    directions = _directions(net, center)
+    wide = SimpleNamespace(mlp=[b.to(torch.float64)], unembed=directions.double(), tokens=net.tokens)
+    if gram is not None:
+        check_tensor("gram", gram, (b.d_out, b.d_out), b.w_l)
+        gram = gram.double()
+    trace, frobenius = vocab_moments(wide, 0, gram=gram)
+    brackets = trace_bounds(
+        trace,
+        frobenius,
+        b.d_in,
+        trace_error=form_error(b, directions, torch.float64),
+        squares_error=squared_norm_error(b, directions, dtype),
+    )
+    low, high = round_down(brackets.min_low, b.dtype), round_up(brackets.max_high, b.dtype)
+    check_computed("the bounds", low, high)
+    return VocabBounds(low, high)
 
 
 def _layer(net: VocabNet, layer: int) -> BilinearTensor:

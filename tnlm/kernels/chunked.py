@@ -1,12 +1,19 @@
 """Blocks of queries against all their keys, recomputed in backward: memory grows with ``CHUNK * seq``.
 
 Everything here is plain arithmetic on heads-first tensors without autograd; `tnlm.kernels.ops` makes it an operator.
+On a CPU, threads share out groups of heads and meet once, at the end: a parallel region inside every product would be
+hundreds of barriers, each as slow as the slowest thread, which on a busy machine is not running.
 Formulas, with ``A = scale * mask * (G V^T)``: ``dV = P^T G``, ``dS1 = A * S2``, ``dS2 = A * S1``, ``dQ = dS K``,
 ``dK = dS^T Q``. No row statistic couples the keys, so backward needs nothing but the inputs. Matmuls write into given
 memory (``out=``, in place), which autocast, still active inside an operator, leaves alone.
 """
 
+import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -19,22 +26,18 @@ TILE_ELEMENTS = {"cpu": 2**18}
 """Scores in one tile, over all heads of a group: on a CPU 1 MiB in float32, so that a few tiles stay in cache."""
 TILE_ELEMENTS_ELSEWHERE = 2**26
 """256 MiB in float32: on a GPU, few large launches count."""
+Group = tuple[slice, slice, slice]
+"""Index of some heads of some rows of the batch, at all positions: (batch, seq, n_head)."""
+_OPENMP = "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
+"""Whether the number of threads that an operator uses belongs to the thread that calls it."""
 
 
 class Workspace:
-    """Memory for the score tiles of one call, used again by every block: fresh pages cost as much as a matmul."""
+    """Memory for the score tiles of one thread, used again by every block: fresh pages cost as much as a matmul."""
 
-    def __init__(self, q: Tensor, v: Tensor, n_tiles: int) -> None:
-        limit = TILE_ELEMENTS.get(v.device.type, TILE_ELEMENTS_ELSEWHERE)
-        tile = max(1, min(CHUNK, q.shape[1]) * v.shape[1])
-        heads = q.shape[0] * q.shape[2]
-        self.group = max(1, min(heads, limit // tile))
-        dtype = accumulation_dtype(v.dtype)
-        self._tiles = [torch.empty(self.group * tile, dtype=dtype, device=v.device) for _ in range(n_tiles)]
-
-    def groups(self, heads: int) -> Iterator[slice]:
-        """Slices of the folded batch and head axis whose tiles fit."""
-        return (slice(i, i + self.group) for i in range(0, heads, self.group))
+    def __init__(self, elements: int, n_tiles: int, like: Tensor) -> None:
+        dtype = accumulation_dtype(like.dtype)
+        self._tiles = [torch.empty(elements, dtype=dtype, device=like.device) for _ in range(n_tiles)]
 
     def tile(self, slot: int, heads: int, rows: int, keys: int) -> Tensor:
         """The memory of one slot as (heads, rows, keys)."""
@@ -48,24 +51,22 @@ class Workspace:
 
 def bilinear_forward(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     """Output (batch, seq_q, n_head, d_v) for inputs (batch, seq, n_head, d)."""
-    work = Workspace(q1, v, n_tiles=2)
 
-    def block(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, out: Tensor) -> None:
+    def block(work: Workspace, q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, out: Tensor) -> None:
         for rows, keys, mask_ in _blocks(q1.shape[1], v.shape[1], causal):
             p = work.scores(0, q1[:, rows], k1[:, keys])
             p.mul_(work.scores(1, q2[:, rows], k2[:, keys]))
             torch.bmm(mask_(p), v[:, keys], out=out[:, rows])
 
-    return _forward(block, work, (q1, k1, q2, k2, v), scale)
+    return _forward(block, (q1, k1, q2, k2, v), scale, n_tiles=2)
 
 
 def bilinear_backward(
     grad: Tensor, q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
     """Gradients of q1, k1, q2, k2 and v, each in the shape and dtype of its operand."""
-    work = Workspace(q1, v, n_tiles=4)
 
-    def block(g, q1, k1, q2, k2, v, dq1, dk1, dq2, dk2, dv) -> None:
+    def block(work, g, q1, k1, q2, k2, v, dq1, dk1, dq2, dk2, dv) -> None:
         for rows, keys, mask_ in _blocks(q1.shape[1], v.shape[1], causal):
             beta = _beta(rows, q1)
             g_rows = g[:, rows] * scale
@@ -80,26 +81,24 @@ def bilinear_backward(
             dk1[:, keys].baddbmm_(ds1.mT, q1[:, rows], beta=beta)
             dk2[:, keys].baddbmm_(ds2.mT, q2[:, rows], beta=beta)
 
-    return _backward(block, work, grad, (q1, k1, q2, k2, v))
+    return _backward(block, grad, (q1, k1, q2, k2, v), n_tiles=4)
 
 
 def squared_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     """Output (batch, seq_q, n_head, d_v) for inputs (batch, seq, n_head, d)."""
-    work = Workspace(q, v, n_tiles=1)
 
-    def block(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def block(work: Workspace, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         for rows, keys, mask_ in _blocks(q.shape[1], v.shape[1], causal):
             p = work.scores(0, q[:, rows], k[:, keys]).square_()
             torch.bmm(mask_(p), v[:, keys], out=out[:, rows])
 
-    return _forward(block, work, (q, k, v), scale)
+    return _forward(block, (q, k, v), scale, n_tiles=1)
 
 
 def squared_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
     """Gradients of q, k and v, each in the shape and dtype of its operand."""
-    work = Workspace(q, v, n_tiles=3)
 
-    def block(g, q, k, v, dq, dk, dv) -> None:
+    def block(work, g, q, k, v, dq, dk, dv) -> None:
         for rows, keys, mask_ in _blocks(q.shape[1], v.shape[1], causal):
             beta = _beta(rows, q)
             g_rows = g[:, rows] * scale
@@ -112,7 +111,7 @@ def squared_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool
             torch.bmm(ds, 2 * k[:, keys], out=dq[:, rows])
             dk[:, keys].baddbmm_(ds.mT, 2 * q[:, rows], beta=beta)
 
-    return _backward(block, work, grad, (q, k, v))
+    return _backward(block, grad, (q, k, v), n_tiles=3)
 
 
 def _blocks(seq_q: int, seq_k: int, causal: bool) -> Iterator[tuple[slice, slice, Callable[[Tensor], Tensor]]]:
@@ -141,28 +140,39 @@ def _beta(rows: slice, q: Tensor) -> int:
     return 0 if rows.stop == q.shape[1] else 1
 
 
-def _forward(block: Callable[..., None], work: Workspace, operands: tuple[Tensor, ...], scale: float) -> Tensor:
-    """Run ``block`` on groups of heads; it fills the output it is handed last, scaled here in one pass."""
+def _forward(block: Callable[..., None], operands: tuple[Tensor, ...], scale: float, n_tiles: int) -> Tensor:
+    """Run ``block`` on groups of heads; it fills the output it is handed last, which is scaled on its way out."""
     q, v = operands[0], operands[-1]
-    packed = [_heads_first(x) for x in operands]
-    out = packed[-1].new_empty(packed[0].shape[0], q.shape[1], v.shape[3])
-    for group in work.groups(out.shape[0]):
-        block(*(x[group] for x in packed), out[group])
-    scaled = out.new_empty(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
-    return narrow(torch.mul(_heads_back(out, v), scale, out=scaled), v.dtype)
+    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=accumulation_dtype(v.dtype))
+
+    def run(work: Workspace, group: Group) -> None:
+        packed = [_heads_first(x[group]) for x in operands]
+        result = packed[-1].new_empty(packed[0].shape[0], q.shape[1], v.shape[3])
+        block(work, *packed, result)
+        part = out[group]
+        torch.mul(result.unflatten(0, (part.shape[0], part.shape[2])).transpose(1, 2), scale, out=part)
+
+    _share(run, q, v, n_tiles)
+    return narrow(out, v.dtype)
 
 
 def _backward(
-    block: Callable[..., None], work: Workspace, grad: Tensor, operands: tuple[Tensor, ...]
+    block: Callable[..., None], grad: Tensor, operands: tuple[Tensor, ...], n_tiles: int
 ) -> tuple[Tensor, ...]:
     """Run ``block`` on groups of heads; it writes every dQ row once, and all of dK and dV with the first rows."""
     v = operands[-1]
-    packed = [_heads_first(x) for x in (grad, *operands)]
-    new = torch.empty_like if grad.shape[1] else torch.zeros_like
-    grads = [new(x) for x in packed[1:]]
-    for group in work.groups(packed[0].shape[0]):
-        block(*(x[group] for x in packed), *(x[group] for x in grads))
-    return tuple(_heads_back(x, v).to(v.dtype) for x in grads)
+    new = torch.empty if grad.shape[1] else torch.zeros
+    grads = [
+        new(x.transpose(1, 2).shape, dtype=accumulation_dtype(v.dtype), device=v.device).transpose(1, 2)
+        for x in operands
+    ]
+
+    def run(work: Workspace, group: Group) -> None:
+        packed = [_heads_first(x[group]) for x in (grad, *operands)]
+        block(work, *packed, *(x[group].transpose(1, 2).flatten(0, 1) for x in grads))
+
+    _share(run, grad, v, n_tiles)
+    return tuple(x.to(v.dtype) for x in grads)
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -170,6 +180,56 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype)).transpose(1, 2).flatten(0, 1).contiguous()
 
 
-def _heads_back(x: Tensor, v: Tensor) -> Tensor:
-    """(batch * n_head, seq, d) to a (batch, seq, n_head, d) in the same memory."""
-    return x.unflatten(0, (v.shape[0], v.shape[2])).transpose(1, 2)
+def _share(run: Callable[[Workspace, Group], None], q: Tensor, v: Tensor, n_tiles: int) -> None:
+    """Call ``run`` once for every group of heads, on as many threads as torch uses.
+
+    Fewer heads than threads, and other devices, take the groups one after another on the calling thread.
+    """
+    batch, seq_q, n_head, _ = q.shape
+    threads = torch.get_num_threads() if v.device.type == "cpu" and _OPENMP else 1
+    tile = max(1, min(CHUNK, seq_q) * v.shape[1])
+    limit = TILE_ELEMENTS.get(v.device.type, TILE_ELEMENTS_ELSEWHERE) // tile
+    heads = max(1, min(limit, -(-batch * n_head // threads)))
+    rows, heads = max(1, heads // max(1, n_head)), max(1, min(heads, n_head))
+    groups: SimpleQueue[Group] = SimpleQueue()
+    for i in range(0, batch, rows):
+        for j in range(0, n_head, heads):
+            groups.put((slice(i, i + rows), slice(None), slice(j, j + heads)))
+
+    def work() -> None:
+        # Modes belong to threads. In this one, tensors of the caller's inference mode may be written to as well
+        with torch.inference_mode():
+            workspace = Workspace(rows * heads * tile, n_tiles, v)
+            while (group := _next(groups)) is not None:
+                run(workspace, group)
+
+    if threads == 1 or groups.qsize() < threads:
+        return work()
+    for done in [_pool(os.getpid(), threads).submit(work) for _ in range(threads)]:
+        done.result()
+
+
+def _next(groups: "SimpleQueue[Group]") -> Group | None:
+    try:
+        return groups.get_nowait()
+    except Empty:
+        return None
+
+
+@cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads whose operators use one thread each. A forked process inherits none: it needs a pool of its own."""
+    started = threading.Barrier(threads + 1)
+
+    def start() -> None:
+        torch.set_num_threads(1)
+        # A thread's first look at the number takes over the one last set, by whichever thread: look before it changes
+        torch.get_num_threads()
+        started.wait()
+
+    pool = ThreadPoolExecutor(threads, "tnlm-attention", initializer=start)
+    for _ in range(threads):
+        pool.submit(int)
+    started.wait()
+    torch.set_num_threads(threads)
+    return pool

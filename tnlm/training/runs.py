@@ -76,6 +76,14 @@ class Run:
     tokens_per_step data_fingerprint shards_read data_order implementation version settings model``; absent for
     curves from elsewhere."""
 
+    def __post_init__(self) -> None:
+        bad = np.flatnonzero(~np.isfinite(self.curve_losses))
+        if len(bad):
+            raise ValueError(
+                f"run {self.name} must have finite losses to be compared, got {self.curve_losses[bad[0]]} at step "
+                f"{self.curve_steps[bad[0]]}; leave a run that diverged out"
+            )
+
     @property
     def final(self) -> float:
         return float(self.curve_losses[-1])
