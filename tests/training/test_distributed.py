@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.limits import assert_close
 from tests.training.small import small_config
 from tnlm.training import train
 from tnlm.training.checkpointing import complete_steps
@@ -35,15 +37,15 @@ def torchrun(config: TrainConfig, path: Path, *options: str) -> subprocess.Popen
 
 def finish(*processes: subprocess.Popen) -> None:
     for process in processes:
-        _, errors = process.communicate(timeout=240)
+        _, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors[-3000:]
 
 
 def close(ours: dict[int, float], theirs: dict[int, float], *, start: int) -> None:
-    """First step of ``start`` on to 1e-6, the others to 1e-5, relative."""
+    """The first step from ``start`` differs by the rounding of one forward, the others by that of training too."""
     assert ours.keys() == theirs.keys()
-    assert ours[start] == pytest.approx(theirs[start], rel=1e-6)
-    assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=1e-5)
+    assert_close(ours[start], theirs[start], roundings=64, dtype=torch.float32)
+    assert_close(ours, theirs, dtype=torch.float32)
 
 
 def test_two_ranks_are_one_and_resume_as_one(tmp_path):
@@ -53,9 +55,7 @@ def test_two_ranks_are_one_and_resume_as_one(tmp_path):
     one = config.replace(out=str(tmp_path / "one"))
     train(one, progress=False)
     close(curve(config.folder), curve(one.folder), start=1)
-    assert list(curve(config.folder, "val").values()) == pytest.approx(
-        list(curve(one.folder, "val").values()), rel=1e-5
-    )
+    assert_close(curve(config.folder, "val"), curve(one.folder, "val"), dtype=torch.float32)
     assert complete_steps(config.folder) == [6, 12]
 
     resumed = config.replace(out=str(tmp_path / "resumed"), micro_batch=4)
@@ -102,11 +102,11 @@ def test_four_ranks_saved_two_and_one_resume(tmp_path):
 def test_sigterm_to_the_launcher_saves_once(tmp_path):
     config = small_config(tmp_path, "two", steps=100_000, save_every=None, val_every=100_000, log_every=100_000)
     process = torchrun(config, tmp_path / "two.json", "--standalone", "--nproc_per_node=2")
-    log, deadline = config.folder / "metrics.jsonl", time.monotonic() + 120
+    log, deadline = config.folder / "metrics.jsonl", time.monotonic() + 600
     while len(read_metrics(log)) < 5 and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode != 0
     (step,) = complete_steps(config.folder)
     assert f"stopped at step {step}" in errors
