@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from tests import tiny_models
-from tests.limits import assert_close
+from tests.limits import ROUNDINGS, assert_close
 from tests.tiny_models import ATTENTIONS, MLPS, ids, tiny
 from tnlm.checkpoint import load
 from tnlm.config import ModelConfig
@@ -57,7 +57,8 @@ def check(model, network=None, *, batch=2, seq=5):
         expected = before_softcap(model, tokens)
         scale = expected.abs().max()
         got = network.contract(inputs_of(model, tokens))
-        assert_close(got / scale, expected / scale)
+        # an error of the input grows by the degree, 5 per layer
+        assert_close(got / scale, expected / scale, roundings=4 * ROUNDINGS)
         for name, weight in model.named_parameters():
             if name.endswith(("w_o", "w_d")):
                 saved = weight.clone()

@@ -54,7 +54,7 @@ def test_ablation_with_the_norm_held_is_the_prediction(mlp, attention):
     for row in seen.values():
         ablated = e.ablate(row)
         assert ablated.predicted == -row.value
-        assert_close(ablated.held, ablated.predicted)
+        assert_close(ablated.held, ablated.predicted, scale=sum(abs(r.value) for r in e.rows))
         assert ablated.actual != pytest.approx(0, abs=1e-12)
     torch.testing.assert_close(model(tokens[None]), before, rtol=0, atol=0)
 
@@ -65,7 +65,7 @@ def test_last_layer_parts_of_a_norm_free_model_act_as_predicted():
     last = [row for row in e.rows if row.layer == 2 and row.kind != "head"]
     assert last
     for row in last:
-        assert_close(e.ablate(row).actual, -row.value)
+        assert_close(e.ablate(row).actual, -row.value, scale=sum(abs(r.value) for r in e.rows))
 
 
 def test_actual_change_recomputes_everything_after_the_write():
@@ -79,7 +79,7 @@ def test_actual_change_recomputes_everything_after_the_write():
 
     with intervene(model, {"blocks.0.hook_mlp_out": without}):
         changed = model.pre_softcap(tokens[None])[0, -1, 3].item()
-    assert_close(e.ablate(row).actual, changed - e.logit)
+    assert_close(e.ablate(row).actual, changed - e.logit, scale=sum(abs(r.value) for r in e.rows))
 
 
 def test_table_and_json_name_the_parts():
