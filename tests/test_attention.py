@@ -51,7 +51,7 @@ def test_patterns_are_causal_and_normalised_where_they_should_be(kind):
         assert_within(sums - 1, 1e-4)
     elif kind == "differential":
         lamb = model.blocks[1].attn.bilinear_lamb
-        assert_close(sums, (1 - lamb).expand_as(sums), scale=1 + abs(float(lamb)))
+        assert_close(sums, (1 - lamb).expand_as(sums), scale=1 + abs(lamb.item()))
     else:
         assert (sums - 1).abs().max() > 0.1
     assert bool((pattern < 0).any()) == (kind in ("bilinear", "differential"))

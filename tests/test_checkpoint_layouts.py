@@ -13,7 +13,7 @@ from torch import Tensor
 import tnlm
 from tests.checkpoint_files import published_config, published_model, published_state, same_state, write_published
 from tests.conftest import GOLDEN, SHARED
-from tests.limits import assert_close
+from tests.limits import assert_close, assert_within
 from tests.tiny_models import ids
 from tnlm import weightfiles
 from tnlm.evaluate import token_losses
@@ -60,7 +60,7 @@ def test_released_layout_reproduces_the_training_code(name):
         block.hook_resid_post.register_forward_hook(lambda _, __, x, i=i: residuals.update({f"resid_post.{i}": x}))
     with torch.no_grad():
         logits = model(expected["tokens"][:, :-1])
-    assert_close(logits, expected["logits_fp32"])
+    assert_close(logits, expected["logits_fp32"], roundings=256)
     loss = token_losses(logits, expected["tokens"][:, 1:]).double().mean()
     assert_close(loss.item(), expected["loss_fp32"].item(), roundings=16, dtype=torch.float32)
     assert len(residuals) == 3
@@ -72,7 +72,7 @@ def test_released_layout_reproduces_the_training_code(name):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_stored_precision_reproduces_the_training_run(name):
     """bf16 activations; the recording rounds after every operation in another order, so to bf16 rounding of logits
-    of size 5, whose spacing is 0.031."""
+    of size 5, whose spacing is 0.031. Limits are five times what imitated hosts give."""
     folder = recorded(name)
     expected = load_file(folder / "expected.safetensors")
     model = tnlm.load(folder, attention=asked(name), dtype="checkpoint")
@@ -85,9 +85,10 @@ def test_stored_precision_reproduces_the_training_run(name):
     assert logits.dtype == torch.bfloat16
     rows = len(expected["logits_mixed"])
     error = (logits[:rows].float() - expected["logits_mixed"]).abs()
-    assert error.max() < 0.2
-    assert error.mean() < 0.03
-    assert abs(token_losses(logits, expected["tokens"][:, 1:]).mean() - expected["loss_mixed"]) < 6e-3
+    assert_within(error, 0.8)
+    assert_within(error.mean(), 0.1)
+    # the errors of tokens partly cancel in their mean
+    assert_within(token_losses(logits, expected["tokens"][:, 1:]).mean() - expected["loss_mixed"], 0.04)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -97,7 +98,7 @@ def test_other_layouts_reproduce_their_code(name):
     model = tnlm.load(folder)
     with torch.no_grad():
         logits = model(expected["tokens"])
-    assert_close(logits, expected["logits_fp32"])
+    assert_close(logits, expected["logits_fp32"], roundings=256)
     assert model.config.polynomial == (name in POLYNOMIALS)
 
 

@@ -94,7 +94,7 @@ def test_mixed_precision_follows_the_recording(tmp_path):
     micro, validation = follow(trainer, record)
     assert_within(micro[:5], 2e-4)
     assert_within(micro, 2e-3)
-    assert_within(validation, 5e-4)
+    assert_within(validation, 7e-4)
     for key, value in trainer.model.state_dict().items():
         distance = (value.float() - final[key].float()).norm() / final[key].float().norm()
         assert_within(distance, 0.25)
