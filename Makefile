@@ -6,11 +6,12 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(PY) -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help demo test test-typed compile-kernels check check-all test-gpu types lint notebooks docs pages bench clean
+.PHONY: help demo test test-hosts test-typed compile-kernels check check-all test-gpu types lint notebooks docs pages bench clean
 
 help:
 	@echo "make demo       install, train two nano models on a CPU, compare, decompose one, write an HTML page (minutes)"
 	@echo "make test       install the test tools, run the whole suite (minutes)"
+	@echo "make test-hosts the numerically sensitive tests as other CPUs round (up to 25 minutes)"
 	@echo "make check      lint, format and types"
 	@echo "make notebooks  execute the notebooks on tiny models"
 	@echo "make docs       build site/ from the docstrings, docs/ and notebooks, offline"
@@ -45,6 +46,9 @@ test: $(VENV)/.test
 test-typed: $(VENV)/.test  # once more but for the kernels, every annotated shape and type checked at run time
 	$(PYTEST) --jaxtyping-packages=tnlm,beartype.beartype -m "not user_error and not slow and not gpu and not network" \
 		--ignore=tests/test_notebooks.py tests/test_*.py tests/interp tests/training
+
+test-hosts: $(VENV)/.test  # what may round differently, as other CPUs would; HOSTS=--quick for two of them
+	$(PY) scripts/imitate_hosts.py $(HOSTS)
 
 compile-kernels: $(VENV)/.test  # ahead of time, without a GPU
 	$(PY) -m tnlm.kernels.triton_compile $(KERNELS)

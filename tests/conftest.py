@@ -1,18 +1,39 @@
-"""One thread, and seeds for every test."""
+"""One thread unless asked for more, a seed for every test, and the marker of numerically sensitive modules."""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 GOLDEN = Path(__file__).parent / "golden"
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test whose module compares within a limit of :mod:`tests.limits`: the ones another host may fail."""
+    for item in items:
+        names = vars(item.module) if isinstance(item, pytest.Function) else {}
+        if any(getattr(value, "__module__", None) == "tests.limits" for value in names.values()):
+            item.add_marker(pytest.mark.numeric)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say the order of the tests, which pytest-randomly does not under ``-q``."""
+    terminalreporter.write_line(f"order of the tests: --randomly-seed={config.getoption('randomly_seed', 'none')}")
+
+
+def wait_for_announcement() -> None:
+    """Wait until what :func:`tnlm.progress.announce` says after a delay is said, however slow the machine."""
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
 
 
 @pytest.fixture(autouse=True)

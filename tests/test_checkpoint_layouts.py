@@ -13,6 +13,7 @@ from torch import Tensor
 import tnlm
 from tests.checkpoint_files import published_config, published_model, published_state, same_state, write_published
 from tests.conftest import GOLDEN, SHARED
+from tests.limits import assert_close, assert_within
 from tests.tiny_models import ids
 from tnlm import weightfiles
 from tnlm.evaluate import token_losses
@@ -59,18 +60,19 @@ def test_released_layout_reproduces_the_training_code(name):
         block.hook_resid_post.register_forward_hook(lambda _, __, x, i=i: residuals.update({f"resid_post.{i}": x}))
     with torch.no_grad():
         logits = model(expected["tokens"][:, :-1])
-    assert (logits - expected["logits_fp32"]).abs().max() < 2e-5
-    assert abs(token_losses(logits, expected["tokens"][:, 1:]).double().mean() - expected["loss_fp32"]) < 2e-6
+    assert_close(logits, expected["logits_fp32"], roundings=256)
+    loss = token_losses(logits, expected["tokens"][:, 1:]).double().mean()
+    assert_close(loss.item(), expected["loss_fp32"].item(), roundings=16, dtype=torch.float32)
     assert len(residuals) == 3
     for point, x in residuals.items():
         rows = len(expected[point])
-        assert (x[:rows] - expected[point]).abs().max() < 1e-4
+        assert_close(x[:rows], expected[point])
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_stored_precision_reproduces_the_training_run(name):
     """bf16 activations; the recording rounds after every operation in another order, so to bf16 rounding of logits
-    of size 5, whose spacing is 0.031."""
+    of size 5, whose spacing is 0.031. Limits are five times what imitated hosts give."""
     folder = recorded(name)
     expected = load_file(folder / "expected.safetensors")
     model = tnlm.load(folder, attention=asked(name), dtype="checkpoint")
@@ -83,9 +85,10 @@ def test_stored_precision_reproduces_the_training_run(name):
     assert logits.dtype == torch.bfloat16
     rows = len(expected["logits_mixed"])
     error = (logits[:rows].float() - expected["logits_mixed"]).abs()
-    assert error.max() < 0.2
-    assert error.mean() < 0.03
-    assert abs(token_losses(logits, expected["tokens"][:, 1:]).mean() - expected["loss_mixed"]) < 6e-3
+    assert_within(error, 0.8)
+    assert_within(error.mean(), 0.1)
+    # the errors of tokens partly cancel in their mean
+    assert_within(token_losses(logits, expected["tokens"][:, 1:]).mean() - expected["loss_mixed"], 0.04)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -95,9 +98,7 @@ def test_other_layouts_reproduce_their_code(name):
     model = tnlm.load(folder)
     with torch.no_grad():
         logits = model(expected["tokens"])
-    # 2e-5 on logits of size 5; the polynomials reach 2e4, where float32 itself is coarser
-    tolerance = 2e-5 * max(1.0, float(expected["logits_fp32"].abs().max()) / 10)
-    assert (logits - expected["logits_fp32"]).abs().max() < tolerance
+    assert_close(logits, expected["logits_fp32"], roundings=256)
     assert model.config.polynomial == (name in POLYNOMIALS)
 
 
@@ -109,7 +110,7 @@ def test_network_of_a_polynomial_checkpoint_is_the_model(name):
         expected = model(tokens)
         one_hot = F.one_hot(tokens, model.config.d_vocab).double()
         found = model.network(tokens.shape[1]).contract({"tokens": one_hot})
-    assert (found - expected).abs().max() < 1e-12 * expected.abs().max()
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,7 @@ def test_decomposition_layout_folds_gains_and_the_unscaled_residual(tmp_path):
     save_file({**state, **gains}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**raw, "scale_attn": False}))
     tokens = ids(2, 9)
-    torch.testing.assert_close(tnlm.load(tmp_path)(tokens), tnlm.load(source)(tokens), atol=2e-5, rtol=0)
+    assert_close(tnlm.load(tmp_path)(tokens), tnlm.load(source)(tokens))
 
 
 @pytest.mark.user_error
@@ -279,7 +280,7 @@ def test_two_layer_layout_may_interpolate(tmp_path):
     tables = rotary_tables(9, added.config.d_qk)
     for block in added.blocks:
         x = (1 - s) * x + block.attn(x, None, tables)[0]
-    torch.testing.assert_close(found(tokens), added.unembed(x), rtol=1e-11, atol=0)
+    assert_close(found(tokens), added.unembed(x))
 
 
 def test_cycle_config_may_lie_in_the_history(tmp_path):

@@ -17,7 +17,7 @@ def python(code: str, *, cwd: Path | None = None, **environment: str) -> subproc
     """Run code in a fresh interpreter, in a folder that is not the repository unless asked."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=env, cwd=cwd or ROOT / "tests", capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=env, cwd=cwd or ROOT / "tests", capture_output=True, text=True, timeout=600)
 
 
 def heavy_after(code: str) -> list[str]:

@@ -11,6 +11,7 @@ from torch import nn
 from transformer_lens.hook_points import HookPoint
 
 import tnlm
+from tests.limits import assert_close
 from tests.tiny_models import PUBLISHED, build, ids, tiny
 from tnlm import lens, tokenizer
 from tnlm.config import ModelConfig
@@ -61,7 +62,7 @@ def test_logits_are_bit_equal_and_every_point_fires(mlp, attention):
 def test_the_thin_method_is_the_same(model):
     logits, cache = model.run_with_cache(TOKENS, names_filter="blocks.1.hook_resid_mixed")
     assert list(cache.keys()) == ["blocks.1.hook_resid_mixed"]
-    torch.testing.assert_close(logits, model(TOKENS), rtol=1e-12, atol=1e-12)
+    assert_close(logits, model(TOKENS))
 
 
 def test_view_leaves_the_model_alone_and_shares_its_parameters(model):
@@ -78,7 +79,7 @@ def test_view_leaves_the_model_alone_and_shares_its_parameters(model):
     with torch.no_grad():
         model.embed.w_e.mul_(2)
         model.blocks[1].attn.w_q1 = nn.Parameter(-model.blocks[1].attn.w_q1)
-    torch.testing.assert_close(hooked(TOKENS), model(TOKENS), rtol=1e-12, atol=1e-12)
+    assert_close(hooked(TOKENS), model(TOKENS))
     assert (hooked(TOKENS) - before).abs().max() > 1e-3
 
 
@@ -305,18 +306,18 @@ def test_gradients_are_those_of_autograd(hooked, model):
     loss, cache = hooked.run_with_cache(TOKENS, return_type="loss", incl_bwd=True)
     logits = model(TOKENS)
     expected = F.cross_entropy(logits[:, :-1].reshape(-1, 13), TOKENS[:, 1:].reshape(-1))
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    assert_close(loss, expected)
     torch.testing.assert_close(hooked(TOKENS, return_type="both")[1], loss, rtol=0, atol=0)
     per_token = hooked(TOKENS, "loss", loss_per_token=True)
     assert per_token.shape == (2, 4)
-    torch.testing.assert_close(per_token.mean(), loss, rtol=1e-12, atol=1e-12)
+    assert_close(per_token.mean(), loss)
     name = "blocks.1.attn.hook_pattern"
     seen = {}
     model.zero_grad()
     with intervene(model, {name: lambda value: seen.setdefault("pattern", value).retain_grad()}):
         logits = model(TOKENS)
         F.cross_entropy(logits[:, :-1].reshape(-1, 13), TOKENS[:, 1:].reshape(-1)).backward()
-    torch.testing.assert_close(cache[f"{name}_grad"], seen["pattern"].grad, rtol=1e-9, atol=1e-12)
+    assert_close(cache[f"{name}_grad"], seen["pattern"].grad)
     assert {f"{n}_grad" for n in hooked.hook_dict} <= set(cache.keys())
 
 
@@ -527,7 +528,7 @@ def test_other_peoples_hooks_stay_and_count_once(model):
 def test_interventions_on_the_model_act_in_its_view(model, hooked):
     edit = {"blocks.1.attn.hook_pattern": lambda value: 0 * value}
     with intervene(model, edit):
-        torch.testing.assert_close(hooked(TOKENS), model(TOKENS), rtol=1e-12, atol=1e-12)
+        assert_close(hooked(TOKENS), model(TOKENS))
         assert (hooked(TOKENS) - hooked.run_with_hooks(TOKENS)).abs().max() == 0
     with intervene(hooked._view, edit):
         assert (hooked(TOKENS) - model(TOKENS)).abs().max() > 1e-6
@@ -590,7 +591,7 @@ def test_directions_of_padding_ids_are_refused(hooked):
 def test_one_row_and_int32_are_tokens_too(hooked):
     logits = hooked(TOKENS)
     assert torch.equal(hooked(TOKENS.int()), logits)
-    torch.testing.assert_close(hooked(TOKENS[0]), logits[:1], rtol=1e-12, atol=1e-12)
+    assert_close(hooked(TOKENS[0]), logits[:1])
     assert hooked(TOKENS, return_type=None) is None
 
 

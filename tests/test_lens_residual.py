@@ -5,6 +5,7 @@ import torch
 from transformer_lens import patching
 from transformer_lens.tools.analysis import attribution_patch, direct_logit_attribution, logit_lens
 
+from tests.limits import assert_close
 from tests.tiny_models import PUBLISHED, build, ids, tiny
 from tnlm import lens
 from tnlm.points import intervene, record
@@ -31,9 +32,8 @@ def run(config, dtype=torch.float64):
 
 
 def close(actual, expected):
-    """1e-12 in float64, 1e-5 in float32, of the largest number in play."""
-    limit = {torch.float64: 1e-12, torch.float32: 1e-5}[expected.dtype]
-    torch.testing.assert_close(actual, expected, rtol=0, atol=limit * max(1.0, expected.abs().max().item()))
+    """Equal but for rounding, relative to the largest number in play."""
+    assert_close(actual, expected, scale=max(1.0, expected.abs().max().item()))
 
 
 def stream(config, cache, layer, mid, ln):

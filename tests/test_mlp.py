@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.limits import assert_close
 from tests.tiny_models import MLPS
 from tnlm.config import GATED_MLPS
 from tnlm.mlp import MLP, BilinearMLP
@@ -20,7 +21,7 @@ def layer(kind="bilinear", *, bias=False, dtype=torch.float64):
 @pytest.mark.parametrize("kind", ["bilinear", "squared"])
 def test_polynomial_kinds_are_even_and_of_degree_two(kind):
     mlp, x = layer(kind), torch.randn(11, 5, dtype=torch.float64)
-    torch.testing.assert_close(mlp(-3 * x), 9 * mlp(x), rtol=1e-12, atol=1e-12)
+    assert_close(mlp(-3 * x), 9 * mlp(x))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("bilinear", "squared")])
@@ -35,7 +36,7 @@ def test_squared_is_bilinear_with_equal_encoders():
     with torch.no_grad():
         bilinear.w_r.copy_(bilinear.w_l)
     x = torch.randn(11, 5, dtype=torch.float64)
-    torch.testing.assert_close(squared(x), bilinear(x), rtol=1e-14, atol=1e-14)
+    assert_close(squared(x), bilinear(x))
 
 
 def test_swapping_the_encoders_changes_nothing_for_bilinear_alone():
@@ -55,11 +56,11 @@ def test_points_hold_what_the_table_says(kind):
         if name.startswith("hook_"):
             point.register_forward_hook(lambda _m, _i, out, name=name: seen.update({name: out}))
     out = mlp(x)
-    torch.testing.assert_close(seen["hook_pre"], torch.einsum("bsi,hi->bsh", x, mlp.w_l))
+    assert_close(seen["hook_pre"], torch.einsum("bsi,hi->bsh", x, mlp.w_l))
     assert ("hook_pre_linear" in seen) == (kind in GATED_MLPS)
     if kind in GATED_MLPS:
-        torch.testing.assert_close(seen["hook_pre_linear"], torch.einsum("bsi,hi->bsh", x, mlp.w_r))
-    torch.testing.assert_close(out, torch.einsum("bsh,oh->bso", seen["hook_post"], mlp.w_d) + mlp.bias)
+        assert_close(seen["hook_pre_linear"], torch.einsum("bsi,hi->bsh", x, mlp.w_r))
+    assert_close(out, torch.einsum("bsh,oh->bso", seen["hook_post"], mlp.w_d) + mlp.bias)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +80,7 @@ def test_float32_weights_serve_bfloat16_activations():
     x = torch.randn(11, 5)
     out = mlp(x.bfloat16())
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), mlp(x), rtol=0.05, atol=0.2)
+    assert_close(out.float(), mlp(x), roundings=7, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5), (5,)])

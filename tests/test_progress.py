@@ -1,8 +1,8 @@
 """Progress: every item once, nothing on stdout, nothing before its time."""
 
 import io
-import time
 
+from tests.conftest import wait_for_announcement
 from tnlm import progress
 from tnlm.progress import announce, track
 
@@ -47,5 +47,5 @@ def test_a_long_wait_is_announced_and_a_short_one_is_not(capsys, monkeypatch):
         pass
     monkeypatch.setattr(progress, "DELAY", 0.01)
     with announce("long"):
-        time.sleep(0.3)
+        wait_for_announcement()
     assert capsys.readouterr() == ("", "long ...\n")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tnlm
+from tests.limits import assert_close
 from tests.tiny_models import ATTENTIONS, build, ids, tiny
 from tnlm.cache import LayerState
 from tnlm.points import intervene, record
@@ -24,8 +25,8 @@ def model():
 
 
 def test_temperature_divides_the_logits():
-    torch.testing.assert_close(probabilities(LOGITS, temperature=0.5), (2 * LOGITS.double()).softmax(-1))
-    torch.testing.assert_close(probabilities(LOGITS), LOGITS.double().softmax(-1))
+    assert_close(probabilities(LOGITS, temperature=0.5), (2 * LOGITS.double()).softmax(-1))
+    assert_close(probabilities(LOGITS), LOGITS.double().softmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-320, 5e-324])
@@ -34,7 +35,7 @@ def test_a_temperature_near_zero_is_greedy(temperature):
 
 
 def test_a_high_temperature_is_uniform():
-    torch.testing.assert_close(probabilities(LOGITS, temperature=1e300), torch.full((2, 4), 0.25, dtype=torch.float64))
+    assert_close(probabilities(LOGITS, temperature=1e300), torch.full((2, 4), 0.25, dtype=torch.float64))
 
 
 def test_temperature_zero_takes_the_first_of_equal_logits():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 
+from tests.limits import assert_close, assert_within
 from tests.tiny_models import ATTENTIONS, MLPS, build, forward_by_loops, ids, tiny
 from tnlm.config import ModelConfig
 from tnlm.transformer import Transformer
@@ -32,11 +33,11 @@ SWITCHES = [
 ]
 
 
-def assert_equals_loops(config, *, tolerance=1e-12):
+def assert_equals_loops(config, *, dtype=None):
     model, tokens = build(config), ids(2, 5)
     expected = torch.stack([forward_by_loops(model, row) for row in tokens.tolist()])
     assert expected.abs().max() > 0.1
-    torch.testing.assert_close(model(tokens), expected, rtol=tolerance, atol=tolerance)
+    assert_close(model(tokens), expected, dtype=dtype)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -56,7 +57,7 @@ def test_each_switch_equals_loops(switch):
 
 def test_float32_tables_equal_loops_to_their_rounding():
     config = tiny(rotary_table_dtype="float32")
-    assert_equals_loops(config, tolerance=1e-6)
+    assert_equals_loops(config, dtype=torch.float32)
     rounded = build(tiny())
     rounded.load_state_dict(build(config).state_dict())
     assert (rounded(ids(2, 17)) - build(config)(ids(2, 17))).abs().max() > 1e-4
@@ -65,7 +66,7 @@ def test_float32_tables_equal_loops_to_their_rounding():
 def test_pure_models_equal_loops():
     for attention in ("bilinear", "squared"):
         sizes = {"d_vocab": 11, "n_layer": 2, "n_head": 3, "d_model": 30, "d_hidden": 7, "n_ctx": 13}
-        assert_equals_loops(ModelConfig.pure(**sizes, attention=attention), tolerance=1e-6)
+        assert_equals_loops(ModelConfig.pure(**sizes, attention=attention), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -74,7 +75,7 @@ def test_the_future_is_not_seen(attention):
     before = model(tokens)
     tokens[:, 6] = (tokens[:, 6] + 1) % 11
     after = model(tokens)
-    torch.testing.assert_close(after[:, :6], before[:, :6], rtol=1e-13, atol=1e-13)
+    assert_close(after[:, :6], before[:, :6])
     assert (after[:, 6] - before[:, 6]).abs().max() > 1e-3
     assert attention == "none" or (after[:, 7:] - before[:, 7:]).abs().max() > 1e-4
 
@@ -84,7 +85,7 @@ def test_float32_and_bfloat16_follow_float64(attention):
     tokens = ids(2, 17)
     model = build(tiny(attention=attention))
     exact = model(tokens)
-    torch.testing.assert_close(model.float()(tokens).double(), exact, rtol=1e-5, atol=2e-5)
+    assert_close(model.float()(tokens).double(), exact, dtype=torch.float32)
     low = model.to(torch.bfloat16)(tokens)
     assert low.dtype == torch.bfloat16
     assert (low.double() - exact).norm() < 0.05 * exact.norm()
@@ -211,7 +212,7 @@ def graphs(request):
 def test_compiles_without_a_graph_break(attention):
     model, tokens = build(tiny(attention=attention, n_layer=2), dtype=torch.float32), ids(2, 7)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-5, atol=1e-5)
+    assert_close(compiled(tokens), model(tokens))
 
 
 @pytest.mark.usefixtures("graphs")
@@ -223,7 +224,7 @@ def test_hooks_that_were_there_before_compilation_fire():
         model.get_submodule(f"blocks.0.attn.{name}").register_forward_hook(lambda _module, _inputs, out: 2 * out)
     edited = model(tokens)
     assert (edited - plain).abs().max() > 0.1
-    torch.testing.assert_close(torch.compile(model, backend="eager")(tokens), edited, rtol=1e-5, atol=1e-5)
+    assert_close(torch.compile(model, backend="eager")(tokens), edited)
 
 
 @pytest.mark.usefixtures("graphs")
@@ -236,7 +237,7 @@ def test_compiled_gradients_equal_eager_ones(implementation):
     model.zero_grad()
     torch.compile(model, fullgraph=True, backend="aot_eager")(tokens).square().mean().backward()
     for p, g in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.grad, g, rtol=1e-4, atol=1e-6)
+        assert_close(p.grad, g)
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
@@ -245,7 +246,7 @@ def test_inductor_keeps_the_rounding_of_the_tables():
     model, tokens = build(tiny(n_layer=1), dtype=torch.float32), ids(2, 7)
     with torch.no_grad():
         expected, found = model(tokens), torch.compile(model, fullgraph=True)(tokens)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_close(found, expected)
 
 
 def loss_of(model, tokens):
@@ -262,7 +263,7 @@ def test_functional_gradients_equal_autograd():
     gradients = grad(loss)(parameters)
     model(tokens).square().mean().backward()
     for name, p in model.named_parameters():
-        torch.testing.assert_close(gradients[name], p.grad, rtol=1e-12, atol=1e-14)
+        assert_close(gradients[name], p.grad)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -273,7 +274,8 @@ def test_forward_mode_agrees_with_a_difference_quotient(attention):
     along = {name: torch.randn_like(p) for name, p in at.items()}
     _, tangent = jvp(loss, (at,), (along,))
     plus, minus = ({name: at[name] + step * along[name] for name in at} for step in (1e-6, -1e-6))
-    assert tangent.item() == pytest.approx((loss(plus) - loss(minus)).item() / 2e-6, rel=1e-5)
+    quotient = (loss(plus) - loss(minus)).item() / 2e-6
+    assert_within(tangent.item() / quotient - 1, 1e-5)  # truncation: the third derivative times 1e-12
 
 
 def test_an_ensemble_of_models_under_vmap():
@@ -282,24 +284,24 @@ def test_an_ensemble_of_models_under_vmap():
     assert not buffers
     base = copy.deepcopy(models[0])
     stacked = vmap(lambda p: functional_call(base, p, (tokens,)))(parameters)
-    torch.testing.assert_close(stacked, torch.stack([m(tokens) for m in models]), rtol=1e-12, atol=1e-12)
+    assert_close(stacked, torch.stack([m(tokens) for m in models]))
 
 
 def test_rows_under_vmap():
     model, tokens = build(tiny()), ids(4, 5)
-    torch.testing.assert_close(vmap(lambda row: model(row[None])[0])(tokens), model(tokens), rtol=1e-12, atol=1e-12)
+    assert_close(vmap(lambda row: model(row[None])[0])(tokens), model(tokens))
 
 
 def test_softcap_is_the_last_step():
     model, tokens = build(tiny(logit_softcap=2.0)), ids(2, 5)
     before = model.pre_softcap(tokens)
     assert before.abs().max() > 2
-    torch.testing.assert_close(model(tokens), 2 * torch.tanh(before / 2))
+    assert_close(model(tokens), 2 * torch.tanh(before / 2))
     assert torch.equal(model.softcap(torch.tensor([0.0])), torch.tensor([0.0]))
     assert model.softcap(torch.tensor([1.0])).item() == pytest.approx(2 * math.tanh(0.5))
 
 
 def test_the_last_position_alone():
     model, tokens = build(tiny()), ids(2, 5)
-    torch.testing.assert_close(model(tokens, last=True), model(tokens)[:, -1:], rtol=1e-12, atol=1e-12)
+    assert_close(model(tokens, last=True), model(tokens)[:, -1:])
     assert model(tokens[:, :0], last=True).shape == (2, 0, 13)

@@ -66,7 +66,7 @@ def run(out: Path, *, steps: int | None = None) -> dict[str, Any]:
     model = tnlm.load(tensor.folder)
     tokens, tokenizer = _held_out(tensor.folder)
     net = interp.extract(model)
-    print(f"\n== weights as tensors: max difference to the forward {net.check(tokens[:2, :-1]):.1e}")
+    print(f"\n== weights as tensors: relative difference to the forward {net.check(tokens[:2, :-1]):.1e}")
     token = _frequent_word(tokens, tokenizer)
     eigenvalues = _describe_direction(net, token, tokens, tokenizer)
 

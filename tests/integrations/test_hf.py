@@ -12,6 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache, pipeline
 
 import tnlm
+from tests.limits import assert_close
 from tests.tiny_models import ATTENTIONS, build, ids, tiny
 from tnlm import tokenizer
 from tnlm.config import ModelConfig
@@ -126,7 +127,7 @@ def test_right_padding_is_exact(model, wrapped):
     padded = TOKENS.masked_fill(mask == 0, 12)  # a padding id: what stands there does not matter
     logits = wrapped(padded, attention_mask=mask).logits
     assert torch.equal(logits[0], model(TOKENS)[0])
-    torch.testing.assert_close(logits[1, :3], model(TOKENS[1:, :3])[0], rtol=1e-5, atol=1e-5)
+    assert_close(logits[1, :3], model(TOKENS[1:, :3])[0])
     ones = torch.ones_like(mask)
     assert torch.equal(wrapped(TOKENS, attention_mask=ones).logits, model(TOKENS))
 
@@ -151,7 +152,7 @@ def test_a_cache_gives_the_whole_run(model, wrapped):
     cache = DynamicCache(config=wrapped.config)
     first = wrapped(TOKENS[:, :3], cache=cache, use_cache=True).logits
     rest = wrapped(TOKENS[:, 3:], cache=cache, use_cache=True, attention_mask=torch.ones(2, 5)).logits
-    torch.testing.assert_close(torch.cat([first, rest], 1), model(TOKENS), rtol=1e-5, atol=1e-5)
+    assert_close(torch.cat([first, rest], 1), model(TOKENS))
     assert cache.get_seq_length() == 5
 
 
@@ -225,9 +226,9 @@ def test_loss_and_selected_logits(model, wrapped):
     labels[1, 3:] = -100
     out = wrapped(TOKENS, labels=labels)
     expected = F.cross_entropy(model(TOKENS)[:, :-1].reshape(-1, 13), labels[:, 1:].reshape(-1))
-    torch.testing.assert_close(out.loss, expected)
+    assert_close(out.loss, expected)
     whole = model(TOKENS)
-    torch.testing.assert_close(wrapped(TOKENS, logits_to_keep=1).logits, whole[:, -1:], rtol=1e-5, atol=1e-5)
+    assert_close(wrapped(TOKENS, logits_to_keep=1).logits, whole[:, -1:])
     assert torch.equal(wrapped(TOKENS, logits_to_keep=2).logits, whole[:, -2:])
     assert torch.equal(wrapped(TOKENS, logits_to_keep=torch.tensor([0, 3])).logits, whole[:, [0, 3]])
     assert torch.equal(wrapped(TOKENS, return_dict=False)[0], whole)
@@ -307,7 +308,7 @@ def test_log_likelihoods_are_direct_sums(trained):
         end = trained.encode(continuation)
         log_p = model(torch.tensor([prefix + end])).log_softmax(-1)[0]
         expected = sum(log_p[len(prefix) + i - 1, token].item() for i, token in enumerate(end))
-        assert value == pytest.approx(expected, abs=1e-6 * max(1, abs(expected)))
+        assert_close(value, expected, dtype=torch.float32)
 
 
 def test_a_file_of_questions_runs_offline(tmp_path, monkeypatch, trained):

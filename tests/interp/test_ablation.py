@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.interp.test_extraction import make
+from tests.limits import assert_close
 from tnlm.evaluate import cross_entropy
 from tnlm.interp.ablation import ablate, ablation_edits, delta_ce, with_mlp
 from tnlm.interp.bilinear import BilinearTensor
@@ -18,7 +19,7 @@ def test_zero_ablating_an_mlp_equals_a_model_without_it():
     with torch.no_grad():
         without.blocks[1].mlp.w_d.zero_()
         without.blocks[1].mlp.bias.zero_()
-    torch.testing.assert_close(ablate(model, tokens, "blocks.1.hook_mlp_out", "zero"), without(tokens).detach())
+    assert_close(ablate(model, tokens, "blocks.1.hook_mlp_out", "zero"), without(tokens).detach())
 
 
 def test_one_head_is_replaced_and_the_others_kept():
@@ -28,7 +29,7 @@ def test_one_head_is_replaced_and_the_others_kept():
     with torch.no_grad():
         without.blocks[1].attn.w_o[:, 10:20].zero_()
     out = ablate(model, tokens, ("blocks.1.attn.hook_z", 1), "zero")
-    torch.testing.assert_close(out, without(tokens).detach())
+    assert_close(out, without(tokens).detach())
     both = ablate(model, tokens, [("blocks.1.attn.hook_z", 1), ("blocks.1.attn.hook_z", 0)], "zero")
     assert not torch.allclose(both, out)
 
@@ -39,7 +40,7 @@ def test_mean_and_resample_take_values_of_the_reference():
     name = "blocks.0.hook_mlp_out"
     value = record(model, reference, [name])[name]
     edits = ablation_edits(extract(model), tokens, name, "mean", reference=reference)
-    torch.testing.assert_close(edits[name](torch.zeros(3, 6, 30, dtype=torch.float64))[1, 2], value.mean((0, 1)))
+    assert_close(edits[name](torch.zeros(3, 6, 30, dtype=torch.float64))[1, 2], value.mean((0, 1)))
     same = record(model, tokens, [name])[name]
     resampled = ablation_edits(model, tokens, name, "resample", seed=1)[name](same)
     for row in range(3):
@@ -55,7 +56,7 @@ def test_ablating_a_pattern_changes_the_logits_and_leaves_no_hook():
     before = model(tokens)
     out = ablate(model, tokens, ("blocks.1.attn.hook_pattern", 2), "zero")
     assert (out - before).abs().max() > 1e-3
-    torch.testing.assert_close(out, ablate(model, tokens, ("blocks.1.attn.hook_z", 2), "zero"))
+    assert_close(out, ablate(model, tokens, ("blocks.1.attn.hook_z", 2), "zero"))
     torch.testing.assert_close(model(tokens), before, rtol=0, atol=0)
 
 
@@ -64,9 +65,9 @@ def test_delta_ce_is_the_paired_difference_of_cross_entropies():
     net = extract(model)
     edited = with_mlp(model, {1: net.mlp[1] * 0.5})
     cost = delta_ce(net, edited, tokens, batch_size=2)
-    assert cost.base == pytest.approx(cross_entropy(model, tokens).loss, abs=1e-12)
-    assert cost.edited == pytest.approx(cross_entropy(edited, tokens).loss, abs=1e-12)
-    assert cost.mean == pytest.approx(cost.edited - cost.base, abs=1e-12)
+    assert_close(cost.base, cross_entropy(model, tokens).loss)
+    assert_close(cost.edited, cross_entropy(edited, tokens).loss)
+    assert_close(cost.mean, cost.edited - cost.base)
     assert cost.kl > 0
     assert cost.error is not None
     assert cost.error > 0
@@ -80,7 +81,7 @@ def test_replacing_an_mlp_by_its_own_tensor_changes_nothing_and_shares_the_rest(
     for kind in ("bilinear", "squared"):
         model, tokens = make(kind), torch.randint(0, 11, (2, 6))
         copy = with_mlp(model, {0: extract(model).mlp[0]})
-        torch.testing.assert_close(copy(tokens), model(tokens))
+        assert_close(copy(tokens), model(tokens))
         assert copy.unembed.w_u is model.unembed.w_u
         assert copy.blocks[0].mlp is not model.blocks[0].mlp
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.interp.builders import make_layer, noise
+from tests.limits import assert_close
 from tnlm.interp import layer_pairs, layer_shapley
-
-assert_close = torch.testing.assert_close
 
 
 def enumerate_shapley(value, n):

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from tests.interp.builders import make_head, make_layer, noise
+from tests.limits import assert_close
 from tnlm.interp import alignment, edges
 from tnlm.interp.circuits import overlap
-
-assert_close = torch.testing.assert_close
 
 
 def make_net(attention="bilinear", mlp="bilinear", biases=False):

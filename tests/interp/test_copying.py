@@ -7,6 +7,7 @@ import torch
 
 from tests.conftest import randomize
 from tests.interp.builders import make_head, noise
+from tests.limits import assert_close
 from tnlm.config import ModelConfig
 from tnlm.interp import copy_table, cycle_votes, equal_part, extract, follower_entries, match, pattern_table
 from tnlm.transformer import Transformer
@@ -19,15 +20,15 @@ def test_match_is_the_mean_and_deviation_over_all_permutations():
     table = noise(5, 5)
     means = torch.stack([table[range(5), list(p)].mean() for p in itertools.permutations(range(5))])
     found, deviation = match(table), float(means.std(correction=0))
-    assert found.value == pytest.approx(float(table.diagonal().mean()), abs=1e-14)
-    assert found.null == pytest.approx(float(means.mean()), abs=1e-14)
-    assert found.z == pytest.approx((found.value - found.null) / deviation, rel=1e-12)
+    assert_close(found.value, float(table.diagonal().mean()))
+    assert_close(found.null, float(means.mean()))
+    assert_close(found.z, (found.value - found.null) / deviation)
 
 
 def test_match_of_the_identity_of_its_opposite_and_of_nothing():
     eye = torch.eye(7, dtype=torch.float64)
-    assert match(3 * eye + 2).z == pytest.approx(6, rel=1e-12)
-    assert match(1 - eye).z == pytest.approx(-6, rel=1e-12)
+    assert_close(match(3 * eye + 2).z, 6)
+    assert_close(match(1 - eye).z, -6)
     assert match(noise(7, 1) + noise(1, 7, seed=1)).z == 0  # rows and columns alone prefer no pairing
 
 
@@ -35,14 +36,14 @@ def test_match_of_the_identity_of_its_opposite_and_of_nothing():
 def test_pattern_table_contracts_the_pattern_tensor(attention):
     head, queries, keys = make_head(attention), noise(3, 7), noise(4, 7, seed=1)
     expected = torch.einsum("ijkl,ni,nj,mk,ml->nm", head.pattern_tensor(2), queries, queries, keys, keys)
-    torch.testing.assert_close(pattern_table(head, queries, keys, 2), expected, rtol=1e-10, atol=1e-12)
+    assert_close(pattern_table(head, queries, keys, 2), expected)
 
 
 def test_copy_table_is_what_the_head_adds_to_the_logits():
     net = extract(randomize(Transformer(ModelConfig.pure(**SIZES), dtype=torch.float64)))
     x, head = net.x0, net.attention[0].head(0)
     alone = net.scalars.lambda0[1] * (x @ head.ov().tensor().mT)
-    torch.testing.assert_close(copy_table(net, 0, 0, x), net.unembed @ alone.mT, rtol=1e-12, atol=1e-12)
+    assert_close(copy_table(net, 0, 0, x), net.unembed @ alone.mT)
 
 
 def test_follower_entries_are_the_keys_after_an_equal_token():
@@ -93,14 +94,14 @@ def test_votes_are_the_logits_of_a_model_with_interchangeable_tokens(period):
         votes = cycle_votes(net, period, position)
         back = tokens[0, position - torch.arange(period)]
         expected = logits[position, back] - torch.eye(period, dtype=torch.float64)[0]  # the direct path is no copy
-        torch.testing.assert_close(votes, expected, rtol=1e-5, atol=1e-7)  # the model's rotary tables are float32
+        assert_close(votes, expected, dtype=torch.float32)  # the model's rotary tables are float32
     assert not torch.allclose(cycle_votes(net, period, 16), cycle_votes(net, period, 16, clock=False))
 
 
 def test_without_the_clock_layer_1_reads_distance_alone():
     with_reading, without = extract(clock_model()), extract(clock_model(period_reading=0))
     expected = cycle_votes(without, 3, 11)
-    torch.testing.assert_close(cycle_votes(with_reading, 3, 11, clock=False), expected, rtol=1e-12, atol=1e-14)
+    assert_close(cycle_votes(with_reading, 3, 11, clock=False), expected)
 
 
 @pytest.mark.user_error

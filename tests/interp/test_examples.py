@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.interp.test_extraction import make
+from tests.limits import assert_close
 from tnlm.interp.examples import top_examples
 from tnlm.interp.extraction import extract
 from tnlm.interp.tables import path_table
@@ -16,10 +17,10 @@ def test_top_examples_are_the_extremes_of_the_layer(pure):
     u = torch.randn(30, dtype=torch.float64)
     out = record(model, tokens, ["blocks.1.hook_mlp_out"])["blocks.1.hook_mlp_out"] @ u
     found = top_examples(model, tokens, 1, u, k=3, context=9, batch_size=2)
-    assert found.high[0].value == pytest.approx(out.max().item(), abs=1e-12)
-    assert found.low[0].value == pytest.approx(out.min().item(), abs=1e-12)
+    assert_close(found.high[0].value, out.max().item())
+    assert_close(found.low[0].value, out.min().item())
     best = found.high[0]
-    assert out[best.row, best.position].item() == pytest.approx(best.value, abs=1e-12)
+    assert_close(out[best.row, best.position].item(), best.value)
     assert best.tokens == tuple(tokens[best.row, : best.position + 1].tolist())
     assert float(found.bounds.low) <= found.low[0].value <= found.high[0].value <= float(found.bounds.high)
     assert found.usage[0] == pytest.approx(found.high[0].value / float(found.bounds.high))
@@ -34,7 +35,7 @@ def test_bounds_of_a_definite_form_reach_the_small_inputs_that_eps_allows():
         model.blocks[1].mlp.w_d.abs_()
     u = torch.ones(30, dtype=torch.float64)
     found = top_examples(model, tokens, 1, u)
-    assert float(found.bounds.low) == pytest.approx(model.blocks[1].mlp.bias.sum().item(), abs=1e-12)
+    assert_close(float(found.bounds.low), model.blocks[1].mlp.bias.sum().item())
     assert float(found.bounds.low) < found.low[0].value
 
 
@@ -58,7 +59,7 @@ def test_path_tables_are_dense_products_without_padding(path):
     rows = path_table(net, 1, path, top=2, keep_self=True).to_dict("records")
     assert len(rows) == 18
     for row in rows:
-        assert row["value"] == pytest.approx(dense[row["target"], row["source"]].item(), abs=1e-12)
+        assert_close(row["value"], dense[row["target"], row["source"]].item())
     best = {row["source"]: row["target"] for row in reversed(rows)}
     assert all(best[s] == int(dense[:, s].argmax()) for s in range(9))
 

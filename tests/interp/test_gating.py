@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.interp.test_extraction import make
+from tests.limits import assert_close
 from tnlm.interp.gating import paths
 
 
@@ -13,7 +14,7 @@ def test_coefficients_sum_to_the_logit(pure, gates):
     model, tokens = make(pure=pure), torch.randint(0, 11, (5,))
     found = paths(model, tokens, 3, gates)
     expected = model.pre_softcap(tokens[None])[0, -1, 3].detach()
-    torch.testing.assert_close(found.values.sum(), expected, rtol=1e-10, atol=1e-10)
+    assert_close(found.values.sum(), expected)
     assert found.values.shape == ((2,) if len(gates) == 1 else (3, 2))
 
 
@@ -25,7 +26,7 @@ def test_degree_two_part_of_an_attention_gate_is_the_mlp_reading_it_twice():
     attn = record(model, tokens[None], ["blocks.2.hook_attn_out"])["blocks.2.hook_attn_out"][0, -1]
     mlp = model.blocks[2].mlp
     twice = model.unembed.w_u[3] @ (mlp(attn) - mlp.bias)
-    torch.testing.assert_close(found[2], twice.detach(), rtol=1e-10, atol=1e-12)
+    assert_close(found[2], twice.detach(), scale=float(found.abs().max()))
 
 
 def test_embedding_gate_splits_a_one_layer_model_by_degree():
@@ -38,7 +39,7 @@ def test_embedding_gate_splits_a_one_layer_model_by_degree():
         scaled.embed.w_e.mul_(0.5)
     powers = 0.5 ** torch.arange(11, dtype=torch.float64)
     expected = scaled.pre_softcap(tokens[None])[0, -1, 3].detach()
-    torch.testing.assert_close((found * powers).sum(), expected, rtol=1e-10, atol=1e-12)
+    assert_close((found * powers).sum(), expected)
 
 
 @pytest.mark.user_error

@@ -26,7 +26,7 @@ def test_report_is_one_offline_file(mlp, attention, tmp_path):
     assert text.count("plotly.js v") == 1
     assert not re.search(r"(src|href)=\"(?!data:)", body)
     assert "One prediction explained" in body
-    assert ("max difference" in body) == (mlp != "swiglu")
+    assert ("of the largest logit" in body) == (mlp != "swiglu")
     assert ("has no tensor, so no spectrum" in body) == (mlp in ("swiglu", "none"))
 
 

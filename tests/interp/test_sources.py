@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.interp.test_extraction import make
+from tests.limits import assert_close
 from tnlm.interp.extraction import extract
 from tnlm.interp.sources import attribute
 
@@ -25,14 +26,14 @@ def test_shares_sum_to_the_logit(mlp, attention, method):
     model, tokens = make(mlp, attention), torch.randint(0, 11, (7,))
     shares = attribute(model, tokens, 4, method)
     expected = model.pre_softcap(tokens[None])[0, -1, 4]
-    torch.testing.assert_close(shares.values.sum(), expected.detach(), rtol=1e-11, atol=1e-11)
+    assert_close(shares.values.sum(), expected.detach())
     assert len(shares.names) == len(shares.values)
 
 
 def test_unexpanded_mlps_are_writers_with_a_direct_path():
     model, tokens = make("swiglu", "softmax"), torch.randint(0, 11, (7,))
     shares = attribute(model, tokens, 4)
-    torch.testing.assert_close(shares.values.sum(), model.pre_softcap(tokens[None])[0, -1, 4].detach())
+    assert_close(shares.values.sum(), model.pre_softcap(tokens[None])[0, -1, 4].detach())
     one = attribute(make(), tokens, 4, layers=[2])
     mlp0 = one.names.index("L0.MLP")
     assert one.values[0, mlp0] != 0
@@ -56,7 +57,7 @@ def test_shapley_equals_the_average_over_orders():
             average[player] += worth(order[: i + 1]) - worth(order[:i])
     average /= math.factorial(len(players))
     average[0] = worth(())
-    torch.testing.assert_close(shares, average, rtol=1e-12, atol=1e-12)
+    assert_close(shares, average)
 
 
 @pytest.mark.user_error

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tnlm
+from tests.limits import assert_close
 from tnlm import interp
 from tnlm.points import intervene, record
 from tnlm.training import corpus, preset, train
@@ -61,7 +62,7 @@ def test_removing_the_top_component_moves_the_logit_as_predicted(folder, text):
         predicted = -top.values[0] * (x @ top.vectors[:, 0]).square() / scale[..., 0]
         with intervene(edited, {"ln_final.hook_scale": lambda _: scale}):  # the norm of the run
             change = (edited.pre_softcap(inputs) - model.pre_softcap(inputs))[..., token]
-        torch.testing.assert_close(change, predicted, rtol=0, atol=1e-10)
+        assert_close(change, predicted)
         assert change.abs().max() > 0.1  # the component is one that text uses
 
         moved = interp.delta_ce(model, edited, text)
@@ -81,8 +82,9 @@ def check_ten_prompts(model, text):
     for row, tokens in enumerate(text[:10]):
         prompt, foil = tokens[: 3 + 2 * row], int(tokens[-1]) if row % 2 else None
         explanation = interp.explain(model, prompt, int(tokens[3 + 2 * row]), foil)
-        assert abs(explanation.remainder) <= 1e-5
-        assert explanation.logit == pytest.approx(sum(r.value for r in explanation.rows), abs=1e-5)
+        size = sum(abs(r.value) for r in explanation.rows)
+        assert_close(explanation.remainder, 0.0, scale=size, dtype=torch.float32)
+        assert_close(explanation.logit, sum(r.value for r in explanation.rows), scale=size, dtype=torch.float32)
         parts |= {r.kind for r in explanation.rows if abs(r.value) > 1e-3}
     return parts
 

@@ -5,14 +5,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tests.limits import assert_within, limit, unit_roundoff
 from tnlm.kernels import bilinear_attention, squared_attention
 
 FUNCTIONS = {"bilinear": bilinear_attention, "squared": squared_attention}
 SHAPES_CHECKED = hasattr(bilinear_attention, "__wrapped__")
 """Whether annotations are checked at run time, by code that neither Dynamo nor Triton can read."""
 LENGTHS = (1, 2, 7, 8, 15, 16, 17, 63, 64, 65, 127, 129, 1000)
-LIMITS = {torch.bfloat16: 5e-3, torch.float16: 6e-4, torch.float32: 2e-6, torch.float64: 1e-14}
-"""Largest error of an output or a gradient, relative to the same sum over absolute values."""
+HALF = (torch.bfloat16, torch.float16)
+LIMITS = {dtype: unit_roundoff(dtype) + limit(torch.float32, 16) for dtype in HALF}
+LIMITS |= {dtype: limit(dtype, 16) for dtype in (torch.float32, torch.float64)}
+"""Largest error of an output or a gradient: a norm, relative to that of the same sum over absolute values.
+
+In a norm the errors of the entries average, as those of 16 roundings at most. Half precision is summed in float32, and
+rounded once.
+"""
 
 
 def operands(
@@ -76,11 +83,11 @@ def assert_contract(kind: str, tensors: list[Tensor], grad: Tensor, implementati
         got = outputs_and_gradients(kind, tensors, grad, implementation=implementation)
         return [((a.double() - b).norm() / c.norm()).item() for a, b, c in zip(got, want, size, strict=True)]
 
-    limit, eager = LIMITS[grad.dtype], errors("eager")
+    largest, eager = LIMITS[grad.dtype], errors("eager")
     for implementation in implementations:
         for error, reference in zip(eager if implementation == "eager" else errors(implementation), eager, strict=True):
-            assert error <= limit, implementation
-            assert error <= max(2 * reference, limit / 2), implementation
+            assert_within(error, largest)
+            assert error <= max(2 * reference, largest / 2), implementation
 
 
 def in_nan_buffer(x: Tensor, rows: int = 3) -> Tensor:

@@ -19,6 +19,7 @@ from tests.kernels.attention_cases import (
     outputs_and_gradients,
     random_grad,
 )
+from tests.limits import assert_close
 from tnlm.kernels import chunked
 
 IMPLEMENTATIONS = ("eager", "chunked", "recurrent")
@@ -48,7 +49,7 @@ def test_float64_equals_eager(kind, implementation, causal, seq_q, seq_k, nan_me
     options = {"causal": causal, "scale": 0.1}
     got = outputs_and_gradients(kind, tensors, grad, implementation=implementation, **options)
     want = outputs_and_gradients(kind, tensors, grad, implementation="eager", **options)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    assert_close(got, want)
 
 
 class Largest(TorchDispatchMode):
@@ -79,7 +80,7 @@ def test_chunked_in_several_groups_of_heads(monkeypatch):
         tensors = operands(kind, seq_q=130, batch=1, n_head=5)
         got = outputs_and_gradients(kind, tensors, implementation="chunked")
         want = outputs_and_gradients(kind, tensors, implementation="eager")
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+        assert_close(got, want)
 
 
 @pytest.fixture
@@ -160,14 +161,14 @@ def test_degree_in_each_operand(kind, implementation):
     for i in range(len(tensors)):
         scaled = [x * -3 if i == j else x for j, x in enumerate(tensors)]
         degree = 2 if kind == "squared" and i < 2 else 1
-        torch.testing.assert_close(FUNCTIONS[kind](*scaled, implementation=implementation), (-3) ** degree * out)
+        assert_close(FUNCTIONS[kind](*scaled, implementation=implementation), (-3) ** degree * out)
 
 
 @EACH
 def test_the_two_factors_commute(implementation):
     q1, k1, q2, k2, v = operands("bilinear", seq_q=131)
     attend = FUNCTIONS["bilinear"]
-    torch.testing.assert_close(
+    assert_close(
         attend(q1, k1, q2, k2, v, implementation=implementation),
         attend(q2, k2, q1, k1, v, implementation=implementation),
     )
@@ -178,7 +179,7 @@ def test_squared_is_bilinear_of_equal_factors(implementation):
     q, k, v = operands("squared", seq_q=131)
     out, dq, dk, dv = outputs_and_gradients("squared", [q, k, v], implementation=implementation)
     same, dq1, dk1, dq2, dk2, dv_ = outputs_and_gradients("bilinear", [q, k, q, k, v], implementation=implementation)
-    torch.testing.assert_close([out, dq, dk, dv], [same, dq1 + dq2, dk1 + dk2, dv_])
+    assert_close([out, dq, dk, dv], [same, dq1 + dq2, dk1 + dk2, dv_])
 
 
 @BOTH
@@ -215,7 +216,7 @@ def test_a_prefix_gives_the_prefix_of_the_output(kind, implementation):
     out = FUNCTIONS[kind](*tensors, implementation=implementation)
     for t in (1, 127, 129):
         prefix = FUNCTIONS[kind](*(x[:, :t] for x in tensors), implementation=implementation)
-        torch.testing.assert_close(prefix, out[:, :t])
+        assert_close(prefix, out[:, :t])
 
 
 @BOTH

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.attention_cases import FUNCTIONS, loops, operands, outputs_and_gradients
+from tests.limits import assert_close
 
 SHAPES = [(5, 5), (3, 7), (7, 3), (1, 1)]
 
@@ -15,14 +16,14 @@ SHAPES = [(5, 5), (3, 7), (7, 3), (1, 1)]
 def test_eager_is_the_sum_over_pairs(kind, causal, seq_q, seq_k, dtype):
     tensors = operands(kind, seq_q=seq_q, seq_k=seq_k, dtype=dtype)
     out = FUNCTIONS[kind](*tensors, causal=causal, scale=0.3, implementation="eager")
-    torch.testing.assert_close(out, loops(kind, tensors, causal=causal, scale=0.3), rtol=1e-12, atol=1e-12)
+    assert_close(out, loops(kind, tensors, causal=causal, scale=0.3))
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_default_scale_is_one_over_d_qk_per_factor(kind):
     tensors = operands(kind, seq_q=5)
     out = FUNCTIONS[kind](*tensors, implementation="eager")
-    torch.testing.assert_close(out, loops(kind, tensors, causal=True, scale=1 / 4**2))
+    assert_close(out, loops(kind, tensors, causal=True, scale=1 / 4**2))
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
@@ -44,11 +45,11 @@ def test_gradients_match_the_closed_form():
     s1 = torch.einsum("bihd,bjhd->bhij", q1, k1)
     s2 = torch.einsum("bihd,bjhd->bhij", q2, k2)
     a = torch.einsum("bihd,bjhd->bhij", grad, v).tril() * 0.7
-    torch.testing.assert_close(dv, torch.einsum("bhij,bihd->bjhd", (s1 * s2).tril() * 0.7, grad))
-    torch.testing.assert_close(dq1, torch.einsum("bhij,bjhd->bihd", a * s2, k1))
-    torch.testing.assert_close(dq2, torch.einsum("bhij,bjhd->bihd", a * s1, k2))
-    torch.testing.assert_close(dk1, torch.einsum("bhij,bihd->bjhd", a * s2, q1))
-    torch.testing.assert_close(dk2, torch.einsum("bhij,bihd->bjhd", a * s1, q2))
+    assert_close(dv, torch.einsum("bhij,bihd->bjhd", (s1 * s2).tril() * 0.7, grad))
+    assert_close(dq1, torch.einsum("bhij,bjhd->bihd", a * s2, k1))
+    assert_close(dq2, torch.einsum("bhij,bjhd->bihd", a * s1, k2))
+    assert_close(dk1, torch.einsum("bhij,bihd->bjhd", a * s2, q1))
+    assert_close(dk2, torch.einsum("bhij,bihd->bjhd", a * s1, q2))
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
@@ -63,6 +64,6 @@ def test_transforms_of_the_definition(kind):
     _, forward = torch.func.jvp(total, tuple(tensors), tangents)
     gradients = torch.func.grad(total, argnums=tuple(range(len(tensors))))(*tensors)
     backward = sum((g * t).sum() for g, t in zip(gradients, tangents, strict=True))
-    torch.testing.assert_close(forward, backward)
+    assert_close(forward, backward)
     mapped = torch.vmap(FUNCTIONS[kind])(*(torch.stack([x, 2 * x]) for x in tensors))
-    torch.testing.assert_close(mapped[1], FUNCTIONS[kind](*(2 * x for x in tensors)))
+    assert_close(mapped[1], FUNCTIONS[kind](*(2 * x for x in tensors)))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.attention_cases import SHAPES_CHECKED
+from tests.limits import assert_at_most, assert_close
 from tnlm.config import GATED_MLPS
 from tnlm.kernels import pointwise
 from tnlm.mlp import MLP
@@ -55,7 +56,7 @@ LAYOUTS = {
 @EACH
 def test_first_and_second_derivatives(operation, formula):
     x = noise(2, 5, 3, 6)
-    torch.testing.assert_close(operation(x), formula(x), rtol=1e-13, atol=1e-14)
+    assert_close(operation(x), formula(x))
     assert torch.autograd.gradcheck(operation, x)
     assert torch.autograd.gradgradcheck(operation, x)
 
@@ -66,7 +67,7 @@ def test_gradient_is_that_of_the_formula_in_any_layout(operation, formula, layou
     x, grad = noise(2, 5, 3, 6), torch.randn(2, 5, 3, 6, dtype=torch.float64)
     (want,) = torch.autograd.grad(formula(x), x, grad)
     (got,) = torch.autograd.grad(operation(LAYOUTS[layout](x)), x, LAYOUTS[layout](grad))
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    assert_close(got, want)
 
 
 @EACH
@@ -80,7 +81,7 @@ def test_float32_rounds_no_worse_than_the_formula(operation, formula):
         found = [function(x), *torch.autograd.grad(function(x), x, grad.float())]
         errors.append([(a.double() - b).norm() / b.norm() for a, b in zip(found, exact, strict=True)])
     for ours, theirs in zip(*errors, strict=True):
-        assert ours < 2 * theirs + 1e-7
+        assert_at_most(ours, 2 * theirs, scale=1, roundings=16, dtype=torch.float32)
 
 
 def test_a_second_backward_finds_the_graph_as_it_was():
@@ -100,7 +101,7 @@ def test_rows_of_zeros_have_the_gradient_of_the_formula():
         for function in (lambda x: pointwise.rms_norm(x, EPS), norm_formula):
             (g,) = torch.autograd.grad((function(x) * weights).sum(), x, create_graph=True)
             found.append(g if order == 1 else torch.autograd.grad(g.square().sum(), x)[0])
-        torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+        assert_close(*found)
 
 
 def test_rotations_lie_heads_first_in_memory():
@@ -113,11 +114,11 @@ def test_one_pair_of_tables_serves_tensors_of_several_kinds():
     rotation = Rotation(*tables())
     for n_head, dtype in ((3, torch.float32), (2, torch.float32), (3, torch.float64), (3, torch.float32)):
         x = noise(2, 5, n_head, 6, dtype=dtype)
-        torch.testing.assert_close(rotation(x), rotation_formula(x, *tables()))
+        assert_close(rotation(x), rotation_formula(x, *tables()))
         grads = (
             torch.autograd.grad(f(x).sin().sum(), x)[0] for f in (rotation, lambda x: rotation_formula(x, *tables()))
         )
-        torch.testing.assert_close(*grads)
+        assert_close(*grads)
 
 
 class TestTheFormulaStandsInWhere:
@@ -137,30 +138,30 @@ class TestTheFormulaStandsInWhere:
 
     def test_nothing_is_special(self):
         x = noise(2, 5, 3, 6, dtype=torch.float32)
-        torch.testing.assert_close(self.layer(x), rotation_formula(norm_formula(x), *tables()))
+        assert_close(self.layer(x), rotation_formula(norm_formula(x), *tables()))
         assert len(self.calls) == 2
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
     def test_other_dtypes(self, dtype):
         x = noise(2, 5, 3, 6).to(dtype)
-        torch.testing.assert_close(rotate(x, *tables()), rotation_formula(x, *tables()), rtol=1e-2, atol=1e-2)
+        assert_close(rotate(x, *tables()), rotation_formula(x, *tables()), roundings=1)
         assert not self.calls
 
     def test_transforms(self):
         x = noise(2, 5, 3, 6).detach()
         total = lambda x: self.layer(x).sin().sum()  # noqa: E731
         want = lambda x: rotation_formula(norm_formula(x), *tables()).sin().sum()  # noqa: E731
-        torch.testing.assert_close(torch.func.grad(total)(x), torch.func.grad(want)(x))
-        torch.testing.assert_close(torch.func.jvp(total, (x,), (x,))[1], torch.func.jvp(want, (x,), (x,))[1])
-        torch.testing.assert_close(torch.func.hessian(total)(x), torch.func.hessian(want)(x))
+        assert_close(torch.func.grad(total)(x), torch.func.grad(want)(x))
+        assert_close(torch.func.jvp(total, (x,), (x,))[1], torch.func.jvp(want, (x,), (x,))[1], scale=x.numel())
+        assert_close(torch.func.hessian(total)(x), torch.func.hessian(want)(x))
         mapped = torch.vmap(self.layer)(torch.stack([x, 2 * x]))
-        torch.testing.assert_close(mapped[1], rotation_formula(norm_formula(2 * x), *tables()))
+        assert_close(mapped[1], rotation_formula(norm_formula(2 * x), *tables()))
         assert not self.calls
 
     def test_transforms_of_something_else(self):
         x, scales = noise(2, 5, 3, 6).detach(), torch.tensor([1.0, 3.0], dtype=torch.float64)
         mapped = torch.vmap(lambda scale: self.layer(x).sum() * scale)(scales)
-        torch.testing.assert_close(mapped, self.layer(x).sum() * scales)
+        assert_close(mapped, self.layer(x).sum() * scales)
         assert len(self.calls) == 2  # of the second call alone
 
     def test_dual_numbers(self):
@@ -181,13 +182,13 @@ class TestTheFormulaStandsInWhere:
         torch._dynamo.reset()
         x = noise(2, 5, 3, 6, dtype=torch.float32)
         compiled = torch.compile(lambda x: RMSNorm(EPS)(x), backend="eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x), norm_formula(x))
+        assert_close(compiled(x), norm_formula(x))
         assert not self.calls
 
     def test_tables_are_wider_or_take_a_gradient(self):
         x = noise(2, 5, 3, 6, dtype=torch.float32)
         wide = [t.double() for t in tables()]
-        torch.testing.assert_close(rotate(x, *wide), rotation_formula(x, *tables()))
+        assert_close(rotate(x, *wide), rotation_formula(x, *tables()))
         learned = [t.float().requires_grad_() for t in tables()]
         grads = torch.autograd.grad(rotate(x, *learned).square().sum(), learned)
         assert all(g.norm() > 0 for g in grads)
@@ -197,7 +198,7 @@ class TestTheFormulaStandsInWhere:
         norm, x = RMSNorm(EPS), noise(2, 5, 6)
         norm.hook_normalized.register_forward_hook(lambda _m, _i, out: out.mul_(2))
         (got,) = torch.autograd.grad(norm(x).sum(), x)
-        torch.testing.assert_close(got, torch.autograd.grad(2 * norm_formula(x).sum(), x)[0])
+        assert_close(got, torch.autograd.grad(2 * norm_formula(x).sum(), x)[0])
         assert not self.calls
 
     def test_another_module_stands_in_place_of_a_point(self):
@@ -217,18 +218,18 @@ def test_results_may_be_edited_in_place():
     want = rotation_formula(2 * norm_formula(x), *tables())
     keep = torch.ones(5, 1, 1, dtype=torch.float64)
     keep[2] = 0
-    torch.testing.assert_close(z, want * keep)
+    assert_close(z, want * keep)
     grads = (torch.autograd.grad(out.sin().sum(), x)[0] for out in (z, want * keep))
-    torch.testing.assert_close(*grads)
+    assert_close(*grads)
 
 
 @pytest.mark.parametrize("leading", [(), (2,), (2, 5, 4)])
 def test_any_leading_axes(leading):
     """Sizes that coincide with seq included."""
     x = noise(*leading, 5, 5, 6)
-    torch.testing.assert_close(rotate(x, *tables()), rotation_formula(x, *tables()))
+    assert_close(rotate(x, *tables()), rotation_formula(x, *tables()))
     grads = (torch.autograd.grad(f(x, *tables()).sin().sum(), x)[0] for f in (rotate, rotation_formula))
-    torch.testing.assert_close(*grads)
+    assert_close(*grads)
 
 
 class TestGatedProjection:
@@ -240,7 +241,7 @@ class TestGatedProjection:
     @pytest.mark.parametrize("shape", [(2, 5, 7), (3, 7)])
     def test_value_and_derivatives(self, shape, biased):
         operands = [noise(*shape), noise(*shape), noise(4, 7), noise(4) if biased else None]
-        torch.testing.assert_close(pointwise.gated_projection(*operands), self.formula(*operands))
+        assert_close(pointwise.gated_projection(*operands), self.formula(*operands))
         assert torch.autograd.gradcheck(pointwise.gated_projection, operands)
         assert torch.autograd.gradgradcheck(pointwise.gated_projection, operands)
 
@@ -250,7 +251,7 @@ class TestGatedProjection:
         out = pointwise.gated_projection(*operands)
         for create_graph in (False, True, False):
             got = torch.autograd.grad(out, operands, grad, create_graph=create_graph, retain_graph=True)
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+            assert_close(got, want)
 
     def test_one_tensor_on_both_sides(self):
         x, w = noise(2, 5, 7), noise(4, 7)
@@ -258,7 +259,7 @@ class TestGatedProjection:
             torch.autograd.grad(f(x, x, w, None).sin().sum(), (x, w))
             for f in (pointwise.gated_projection, self.formula)
         )
-        torch.testing.assert_close(got, want)
+        assert_close(got, want)
 
     @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float64])
     def test_the_layer_casts_weights_of_another_dtype(self, bias_dtype):
@@ -269,7 +270,7 @@ class TestGatedProjection:
         layer.bias.data = layer.bias.data.to(bias_dtype)
         out = layer(x.float())
         assert out.dtype == torch.float32
-        torch.testing.assert_close(out, layer.double()(x).float(), rtol=1e-4, atol=1e-5)
+        assert_close(out, layer.double()(x).float())
 
     def test_a_tangent_of_the_bias_is_not_lost(self):
         layer, x = MLP(kind="bilinear", d_in=3, d_hidden=7, d_out=4, dtype=torch.float64), noise(5, 3).detach()
@@ -277,7 +278,7 @@ class TestGatedProjection:
         with torch.autograd.forward_ad.dual_level():
             layer.bias = torch.autograd.forward_ad.make_dual(bias.detach(), tangent)
             found = torch.autograd.forward_ad.unpack_dual(layer(x)).tangent
-        torch.testing.assert_close(found, tangent.expand(5, 4))
+        assert_close(found, tangent.expand(5, 4))
 
     def test_frozen_weights(self):
         left, right = noise(2, 5, 7), noise(2, 5, 7)
@@ -295,7 +296,7 @@ class TestGatedProjection:
         plain = layer(x)
         assert len(calls) == 1
         layer.hook_post.register_forward_hook(lambda *_: None)
-        torch.testing.assert_close(layer(x), plain)
+        assert_close(layer(x), plain)
         half = layer(x.bfloat16())
         assert half.dtype == torch.bfloat16
         assert len(calls) == 1

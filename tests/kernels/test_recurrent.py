@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.attention_cases import FUNCTIONS, operands
+from tests.limits import assert_close
 from tnlm.kernels import State
 from tnlm.kernels.recurrent import CHUNK
 
@@ -27,7 +28,7 @@ def test_any_split_gives_the_whole(kind, splits):
     tensors = operands(kind, seq_q=sum(splits))
     state = State(kind, **SIZES, dtype=torch.float64)
     out = torch.cat([state.attend(*piece) for piece in pieces(tensors, splits)], dim=1)
-    torch.testing.assert_close(out, FUNCTIONS[kind](*tensors, implementation="eager"), rtol=1e-10, atol=1e-10)
+    assert_close(out, FUNCTIONS[kind](*tensors, implementation="eager"))
     assert state.seq == sum(splits)
 
 
@@ -38,7 +39,7 @@ def test_update_then_query_sees_every_key(kind):
     for *keys, values in pieces([*factors[1::2], v], [1, 299]):
         state.update(*keys, values)
     want = FUNCTIONS[kind](*factors, v, causal=False, scale=0.3, implementation="eager")
-    torch.testing.assert_close(state.query(*factors[0::2]), want)
+    assert_close(state.query(*factors[0::2]), want)
     assert state.seq == 300
 
 
@@ -80,7 +81,7 @@ def test_a_float32_state_continues_in_float64(kind):
     out = wide.attend(*after)
     assert out.dtype == torch.float64
     want = FUNCTIONS[kind](*tensors, implementation="eager")[:, 200:]
-    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    assert_close(out, want, dtype=torch.float32)
 
 
 @BOTH
@@ -122,7 +123,7 @@ def test_continuations_of_one_prefix_do_not_touch_each_other(kind):
     out = other.attend(*second)
     joined = [torch.cat(pair, dim=1) for pair in zip(prefix, second, strict=True)]
     want = FUNCTIONS[kind](*joined, implementation="eager")[:, 120:]
-    torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
+    assert_close(out, want)
     assert (state.seq, other.seq) == (185, 185)
 
 

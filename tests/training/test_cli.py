@@ -6,13 +6,13 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import tnlm
+from tests.conftest import wait_for_announcement
 from tests.training.small import small_config
 from tests.training.test_resume import Stop, raise_stop, stop_at
 from tnlm.training.cli import main
@@ -104,10 +104,10 @@ def test_dry_run_says_what_it_costs_and_makes_nothing(tmp_path, capsys, monkeypa
 
 def test_interrupted_run_tells_the_scheduler(tmp_path, capsys, monkeypatch):
     _, command = write_config(tmp_path)
-    stop_at(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    stop_at(monkeypatch, 5, lambda: signal.raise_signal(signal.SIGTERM))
     assert main(command) == 143
     assert "stopped at step 6: the last complete checkpoint is" in capsys.readouterr().err
-    stop_at(monkeypatch, 9, lambda: os.kill(os.getpid(), signal.SIGINT))
+    stop_at(monkeypatch, 9, lambda: signal.raise_signal(signal.SIGINT))
     assert main(command) == 130
     assert main(command) == 0
 
@@ -140,7 +140,7 @@ def test_ctrl_c_before_and_beside_training_is_one_line(command, tmp_path, capsys
 )
 def test_what_takes_long_says_what_it_does(command, patched, said, tmp_path, capsys, monkeypatch):
     def slow(*_, **__):
-        time.sleep(0.3)
+        wait_for_announcement()
         raise ValueError("enough")
 
     monkeypatch.chdir(tmp_path)
@@ -164,9 +164,9 @@ def test_later_signal_ends_the_process_at_once(tmp_path):
         "import os, signal, sys, time, tnlm.training.loop as loop\n"
         "from tnlm.training.cli import main\n"
         "def step(self):\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
         "    time.sleep(0.01)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
         "loop.Trainer.train_step = step\n"
         "loop.SAME_SIGNAL_SECONDS = 0.0\n"
         "sys.exit(main(sys.argv[1:]))"

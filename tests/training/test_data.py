@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.limits import assert_close
 from tnlm.tokenizer import get, train_bpe
 from tnlm.training import shards
 from tnlm.training.data import (
@@ -87,7 +88,7 @@ class TestGlobalPosition:
     def test_windows_overlap_by_one_and_cross_shards(self, stream):
         (first, second) = steps(stream, 2, batch=12)
         rows = torch.cat([first, second]).flatten(0, 1).long()
-        torch.testing.assert_close(rows, torch.arange(24)[:, None] * SEQ + torch.arange(SEQ + 1))
+        assert_close(rows, torch.arange(24)[:, None] * SEQ + torch.arange(SEQ + 1))
 
     @pytest.mark.parametrize("order", ["stream", "shuffle"])
     @pytest.mark.parametrize("world_size, micro_batch", [(1, 12), (1, 1), (2, 3), (3, 4), (4, 3), (2, 1), (6, 1)])
@@ -112,7 +113,7 @@ class TestGlobalPosition:
 
     def test_shards_smaller_than_a_batch(self, stream):
         (batch,) = steps(stream, 1, batch=150, micro_batch=150)
-        torch.testing.assert_close(batch[0, :, 0].long(), torch.arange(150) * SEQ)
+        assert_close(batch[0, :, 0].long(), torch.arange(150) * SEQ)
 
     @pytest.mark.parametrize("order", ["stream", "shuffle", "fork"])
     def test_resume_at_every_step_continues_exactly(self, stream, order):

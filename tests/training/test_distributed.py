@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.limits import assert_close
 from tests.training.small import small_config
 from tnlm.training import train
 from tnlm.training.checkpointing import complete_steps
@@ -46,17 +47,17 @@ def finish(*processes: subprocess.Popen) -> list[str]:
     """What each printed on stdout."""
     printed = []
     for process in processes:
-        output, errors = process.communicate(timeout=240)
+        output, errors = process.communicate(timeout=600)
         assert process.returncode == 0, (errors or output)[-3000:]
         printed.append(output)
     return printed
 
 
 def close(ours: dict[int, float], theirs: dict[int, float], *, start: int) -> None:
-    """First step of ``start`` on to 1e-6, the others to 1e-5, relative."""
+    """The first step from ``start`` differs by the rounding of one forward, the others by that of training too."""
     assert ours.keys() == theirs.keys()
-    assert ours[start] == pytest.approx(theirs[start], rel=1e-6)
-    assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=1e-5)
+    assert_close(ours[start], theirs[start], roundings=64, dtype=torch.float32)
+    assert_close(ours, theirs, dtype=torch.float32)
 
 
 def test_two_ranks_are_one_and_resume_as_one(tmp_path):
@@ -73,9 +74,7 @@ def test_two_ranks_are_one_and_resume_as_one(tmp_path):
     one = config.replace(out=str(tmp_path / "one"))
     train(one, progress=False)
     close(curve(config.folder), curve(one.folder), start=1)
-    assert list(curve(config.folder, "val").values()) == pytest.approx(
-        list(curve(one.folder, "val").values()), rel=1e-5
-    )
+    assert_close(curve(config.folder, "val"), curve(one.folder, "val"), dtype=torch.float32)
     assert complete_steps(config.folder) == [6, 12]
 
     resumed = config.replace(out=str(tmp_path / "resumed"), micro_batch=4)
@@ -157,7 +156,7 @@ def test_a_failure_of_one_rank_is_reported_and_ends_the_job(tmp_path):
     config, script = small_config(tmp_path, steps=12), tmp_path / "failing.py"
     script.write_text(FAILING_RANK)
     process = torchrun(config, tmp_path / "run.json", "--standalone", "--nproc_per_node=2", program=[str(script)])
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 1
     assert "tnlm-train: the fault of rank 1\n" in errors
 

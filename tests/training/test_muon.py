@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.limits import assert_close, assert_within
 from tnlm.training import muon
 from tnlm.training.muon import Muon, balanced_owners, newton_schulz
 from tnlm.training.schedule import Schedule
@@ -59,7 +60,7 @@ class TestAgainstTorch:
         ours, theirs = matrices(), matrices()
         mine = Muon(ours, lr=0.02, ns_dtype="float64")
         oracle = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.0, nesterov=True, ns_steps=5, adjust_lr_fn="original")
-        worst, last = 0.0, momenta[0]
+        worst, last = 0.0, momenta[0]  # relative to the update, a tenth of its parameter or less
         for step, mu in enumerate(momenta):
             mine.param_groups[0]["momentum"] = oracle.param_groups[0]["momentum"] = mu
             if rescale:
@@ -81,10 +82,10 @@ class TestAgainstTorch:
     warmed = [Schedule(steps=60, warmdown_steps=0, momentum_warmup_steps=40).momentum(t) for t in range(60)]
 
     def test_constant_momentum(self, monkeypatch):
-        assert self.worst(monkeypatch, [0.95] * 60, rescale=False) < 1e-5
+        assert_close(self.worst(monkeypatch, [0.95] * 60, rescale=False), 0.0, scale=10, dtype=torch.float32)
 
     def test_warmed_momentum_with_the_buffer_rescaled(self, monkeypatch):
-        assert self.worst(monkeypatch, self.warmed, rescale=True) < 1e-5
+        assert_close(self.worst(monkeypatch, self.warmed, rescale=True), 0.0, scale=10, dtype=torch.float32)
 
     def test_warmed_momentum_without_it_is_another_optimiser(self, monkeypatch):
         assert self.worst(monkeypatch, self.warmed, rescale=False) > 1e-2
@@ -109,7 +110,7 @@ def test_newton_schulz_keeps_singular_vectors_and_lifts_values(shape):
     u = left @ torch.linspace(0.2, 5.0, left.shape[1], dtype=torch.float64).diag() @ right
     core = left.mT @ newton_schulz(u, dtype=torch.float64) @ right.mT
     values = core.diagonal()
-    torch.testing.assert_close(core, values.diag(), rtol=0, atol=1e-9)
+    assert_close(core, values.diag())
     assert 0.3 < values.min() <= values.max() < 1.3
 
 
@@ -118,7 +119,7 @@ def test_newton_schulz_keeps_singular_vectors_and_lifts_values(shape):
 def test_newton_schulz_is_its_definition(shape, steps):
     u = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(steps))
     expected = defined_newton_schulz(u, steps)
-    torch.testing.assert_close(newton_schulz(u, steps=steps, dtype=torch.float64), expected, rtol=1e-11, atol=1e-12)
+    assert_close(newton_schulz(u, steps=steps, dtype=torch.float64), expected)
 
 
 @pytest.mark.parametrize("decades", [0, 3, 6])
@@ -132,14 +133,14 @@ def test_newton_schulz_through_the_gram_matrix_rounds_like_the_definition(decade
         (x.double() - exact).norm() for x in (newton_schulz(u.float()), defined_newton_schulz(u.float(), 5))
     )
     assert error <= 3 * definition
-    assert error <= 3e-5 * exact.norm()
+    assert_within(error / exact.norm(), 1e-4)
 
 
 def test_newton_schulz_of_a_stack_is_that_of_each():
     u = torch.randn(3, 5, 9, dtype=torch.float64)
     stacked = newton_schulz(u, dtype=torch.float64)
     for i in range(3):
-        torch.testing.assert_close(stacked[i], newton_schulz(u[i], dtype=torch.float64))
+        assert_close(stacked[i], newton_schulz(u[i], dtype=torch.float64))
 
 
 def test_stacks_are_split_without_effect(monkeypatch):
@@ -149,7 +150,7 @@ def test_stacks_are_split_without_effect(monkeypatch):
         set_gradients(params, 0)
         Muon(params).step()
     for p, q in zip(whole, split):
-        torch.testing.assert_close(p, q)
+        assert_close(p, q)
 
 
 def test_one_step_by_hand():
@@ -161,7 +162,8 @@ def test_one_step_by_hand():
     s = 2**-0.5  # 1.9 * 3 q has norm 1.9 * 3 * sqrt 2
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    torch.testing.assert_close(p.detach(), -0.1 * 3**0.5 * s * q, rtol=1e-5, atol=0)
+    # the published division is by the norm + 1e-7, which five steps amplify
+    assert_within(p.detach() / (-0.1 * 3**0.5 * s * q) - 1, 1e-5)
 
 
 def test_momentum_is_a_sum_and_weight_decay_is_decoupled():
@@ -170,11 +172,11 @@ def test_momentum_is_a_sum_and_weight_decay_is_decoupled():
     for grad in (1.0, 10.0):
         p.grad = torch.full((3, 4), grad)
         optimiser.step()
-    torch.testing.assert_close(optimiser.state[p]["momentum_buffer"], torch.full((3, 4), 10.8))
+    assert_close(optimiser.state[p]["momentum_buffer"], torch.full((3, 4), 10.8))
     p = nn.Parameter(torch.ones(3, 4))
     p.grad = torch.zeros(3, 4)
     Muon([p], lr=0.5, weight_decay=0.1).step()
-    torch.testing.assert_close(p.detach(), torch.full((3, 4), 0.95))
+    assert_close(p.detach(), torch.full((3, 4), 0.95))
 
 
 def test_zero_and_absent_gradients_change_nothing():
@@ -306,19 +308,19 @@ def test_ranks_share_the_work_and_agree_with_one(monkeypatch, world, dtype):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert min(worked) > 0, "a rank idled"
-    tolerance = {"float32": 1e-6, "bfloat16": 2e-3}[dtype]  # stacks differ, so products may round differently
     for rank in range(world):
         for p, q in zip(alone, results[rank]):
-            torch.testing.assert_close(q, p, rtol=tolerance, atol=tolerance)
+            # stacks differ, so products may round differently
+            assert_close(q, p, dtype=getattr(torch, dtype), roundings=64)
         for q, first in zip(results[rank], results[0]):
             assert torch.equal(q, first), "ranks must agree bit for bit"
 
 
 def _rank(rank, folder):
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=600)
     )
     params = matrices([(30, 30), (7, 30), (30, 7)])
     optimiser = Muon(params)
@@ -338,7 +340,7 @@ def test_two_processes_save_on_one_rank_and_reload(tmp_path):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(120)
+        process.join(600)
     assert [process.exitcode for process in ranks] == [0, 0]
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     params = [nn.Parameter(p) for p in saved["params"]]
@@ -352,4 +354,4 @@ def test_two_processes_save_on_one_rank_and_reload(tmp_path):
     set_gradients(params, 5)
     optimiser.step()
     for p, q in zip(params, straight):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+        assert_close(p, q)

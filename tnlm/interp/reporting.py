@@ -137,7 +137,8 @@ def _exactness(page: Page, study: _Study) -> None:
         return
     error = study.net.check(study.prompt[None])
     page.text(
-        f"Extracted tensors contracted with the norms of this run against the logits: max difference {error:.1e}."
+        f"Extracted tensors contracted with the norms of this run against the logits: largest difference {error:.1e} "
+        "of the largest logit."
     )
     exact = "exact for every input" if study.net.config.polynomial else "exact given the norms of a run"
     page.text(f"What follows from the weights alone is {exact}; the softcap comes after everything.", note=True)
