@@ -139,7 +139,7 @@ class PlainStep:
         self.rates = [lr for _, lr in groups]
         half = config.model.d_qk // 2
         angle = torch.outer(
-            torch.arange(config.seq, dtype=torch.float32), config.model.rotary_base ** (-torch.arange(half) / half)
+            torch.arange(config.seq, dtype=torch.float32), 1.0 / config.model.rotary_base ** (torch.arange(half) / half)
         )
         self.cos, self.sin = (t.to(torch.bfloat16)[:, None] for t in (angle.cos(), angle.sin()))
         self.attention = published_attention

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,113 @@ def test_network_of_a_polynomial_checkpoint_is_the_model(name):
     assert_close(found, expected)
 
 
+PUBLISHED_TOYS = {
+    "bookkeeping": "lr, qdist, stutter_p, variant",
+    "no_n_head": "name",
+    "norm_add": "topology",
+    "norm_lerp": "topology",
+    "softmax_lerp": "topology",
+    "spec_attn_attn": None,
+    "spec_attn_mlp_attn": None,
+    "spec_full": "batch, lr, seed, steps",
+    "spec_rms": None,
+}
+"""The toys of loganriggs/tensor_language as they lie on disk, and what each config says that changes nothing."""
+
+
+@pytest.mark.parametrize("name, ignored", PUBLISHED_TOYS.items())
+def test_public_toys_load_as_they_lie_on_disk(name, ignored):
+    folder = recorded(f"published_toys/{name}")
+    expected = load_file(folder / "expected.safetensors")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = tnlm.load(folder)
+    assert [str(w.message).partition("ignored metadata ")[2] for w in caught] == ([ignored] if ignored else [])
+    with torch.no_grad():
+        logits = model(expected["tokens"])
+    largest = float(expected["logits_fp32"].abs().max())
+    assert (logits - expected["logits_fp32"]).abs().max() <= max(2e-5, 1e-5 * largest)
+    assert model.config.n_head == (4 if name.startswith("spec") else 1)
+
+
+def public_forward(folder: Path, tokens: Tensor, eps: float) -> Tensor:
+    """A model of loganriggs/tensor_language in float64, written out from its file: any spec, norm and residual."""
+    raw = json.loads((folder / "config.json").read_text())
+    p = {key: t.double() for key, t in torch.load(folder / "model.pt", weights_only=True).items()}
+    n_head, d = raw["n_head"], raw["d_model"] // raw["n_head"]
+    seq = tokens.shape[1]
+    cos, sin = (torch.cat([t, t], -1).double()[:, None] for t in rotary_tables(seq, d))
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-b, a], -1) * sin
+
+    x = p["embed.weight"][tokens]
+    for i, kind in enumerate(raw["spec"]):
+        h = x
+        if raw.get("norm") == "rms":
+            h = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+        w = {key.split(".")[2]: t for key, t in p.items() if key.startswith(f"layers.{i}.")}
+        if kind == "mlp":
+            y, residual = ((h @ w["L"].mT) * (h @ w["R"].mT)) @ w["D"].mT, raw.get("mlp_residual", "add")
+        else:
+            q1, k1, q2, k2, v = ((h @ w[n].mT).unflatten(-1, (n_head, d)) for n in ("q1", "k1", "q2", "k2", "v"))
+            scores = [torch.einsum("bqhd,bkhd->bhqk", turned(q), turned(k)) / d for q, k in ((q1, k1), (q2, k2))]
+            z = torch.einsum("bhqk,bkhd->bqhd", (scores[0] * scores[1]).tril(), v)
+            y, residual = z.flatten(2) @ w["o"].mT, raw.get("residual", "lerp")
+        s = raw.get("scale", 0.5)
+        x = x + y if residual == "add" else (1 - s) * x + s * y
+    return x @ p["head.weight"].mT
+
+
+@pytest.mark.parametrize("norm", [None, "rms"])
+@pytest.mark.parametrize(
+    "spec, changes",
+    [
+        (["attn", "mlp", "attn", "mlp"], {"scale": 0.3}),
+        (["mlp", "attn", "attn"], {"scale": 0.3}),
+        (["attn", "mlp", "mlp", "attn"], {"residual": "add"}),
+        (["mlp", "mlp"], {"mlp_residual": "lerp", "scale": 0.7}),
+        (["attn", "mlp", "attn"], {"mlp_residual": "lerp", "scale": 0.7}),
+    ],
+)
+def test_any_order_residual_and_norm_folds_exactly(tmp_path, spec, changes, norm):
+    """Embeddings as small as the root of eps: a norm that read a rescaled residual would be seen."""
+    shapes = {"attn": dict.fromkeys(("q1", "k1", "q2", "k2", "v", "o"), (12, 12))}
+    shapes["mlp"] = {"L": (20, 12), "R": (20, 12), "D": (12, 20)}
+    state = {"embed.weight": 2e-4 * torch.randn(11, 12), "head.weight": torch.randn(11, 12)}
+    for i, kind in enumerate(spec):
+        state |= {f"layers.{i}.{name}.weight": torch.randn(shape) / 4 for name, shape in shapes[kind].items()}
+        last = f"layers.{i}.{'o' if kind == 'attn' else 'D'}.weight"
+        state[last] *= 3e-4 if norm else 1
+    raw = {"spec": spec, "d_model": 12, "n_head": 3, "vocab": 11, **changes, **({"norm": norm} if norm else {})}
+    torch.save(state, tmp_path / "model.pt")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model, tokens = tnlm.load(tmp_path, dtype=torch.float64), ids(2, 7)
+    expected = public_forward(tmp_path, tokens, eps=1.1920929e-07)
+    with torch.no_grad():
+        found = model(tokens)
+    assert (found - expected).abs().max() < 1e-13 * expected.abs().max()
+    if norm:
+        other = public_forward(tmp_path, tokens, eps=4 * 1.1920929e-07)
+        assert (other - expected).abs().max() > 1e-3 * expected.abs().max()
+    one_hot = F.one_hot(tokens, 11).double()
+    network = model.network(7).contract({"tokens": one_hot, **model.norm_wires(tokens)})
+    assert (network - expected).abs().max() < 1e-12 * expected.abs().max()
+    tnlm.save(model, tmp_path / "ours")
+    assert same_state(tnlm.load(tmp_path / "ours", dtype="checkpoint"), model)
+
+
+def test_what_a_block_lacks_is_zero_and_stays_zero():
+    """``attn mlp attn`` is two blocks, whose second MLP has no effect and no gradient."""
+    model = tnlm.load(recorded("published_toys/spec_attn_mlp_attn"))
+    assert (model.config.n_layer, model.config.d_hidden) == (2, 64)
+    model(ids(2, 9)).square().sum().backward()
+    first, second = (block.mlp for block in model.blocks)
+    assert all(p.any() and p.grad.any() for p in first.parameters())
+    assert not any(p.any() or p.grad.any() for p in second.parameters())
+
+
 @pytest.mark.parametrize(
     "mlp, attention",
     [("bilinear", "differential"), ("squared", "squared"), ("relu2", "softmax"), ("swiglu", "squared_normalized")],
@@ -166,6 +274,27 @@ def test_flags_that_contradict_the_keys(tmp_path, attention, flags, found):
         tnlm.load(folder)
 
 
+RELEASED_SIZE = ["bilinear-mlp_bilinear-attn_1024", "swiglu-mlp_softmax-attn_1024"]
+
+
+@pytest.mark.parametrize("name", RELEASED_SIZE)
+@pytest.mark.parametrize("how", ["auto", "eager", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_released_head_width_and_length(name, how):
+    """Heads 128 wide at 1,024 positions: angles up to 1,023 radians show how the rotary tables were formed."""
+    folder = recorded(name)
+    expected = load_file(folder / "expected.safetensors")
+    model = tnlm.load(folder)
+    model.set_implementation("eager" if how == "eager" else "auto")
+    forward = torch.compile(model) if how == "compiled" else model
+    with torch.no_grad():
+        logits = forward(expected["tokens"][:, :-1])
+    assert (logits[:, ::16] - expected["logits_fp32"]).abs().max() < 2e-5
+    assert abs(token_losses(logits, expected["tokens"][:, 1:]).double().mean() - expected["loss_fp32"]) < 2e-6
+    cos, sin = rotary_tables(1024, 128, dtype=torch.bfloat16)
+    assert torch.equal(cos, expected["rotary_cos"])
+    assert torch.equal(sin, expected["rotary_sin"])
+
+
 # What logits of small models hide
 
 
@@ -203,12 +332,47 @@ def test_decomposition_layout_folds_gains_and_the_unscaled_residual(tmp_path):
     assert_close(tnlm.load(tmp_path)(tokens), tnlm.load(source)(tokens))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gate, bilinear", [(None, True), ("silu", True), ("relu", False), ("gelu", False)])
+def test_decomposition_layout_with_biases_or_one_encoder(tmp_path, gate, bilinear, bias):
+    """``p(gate(L x + b_l) * (R x + b_r))``, or ``p(gate(w x + b))``, against the layout's formula."""
+    source = recorded("bilinear_decomposition_layout")
+    raw = json.loads((source / "config.json").read_text())
+    state = load_file(source / "model.safetensors")
+    d, h, act = raw["d_model"], raw["d_hidden"], {None: lambda x: x, "silu": F.silu, "relu": F.relu, "gelu": F.gelu}
+    for i in range(raw["n_layer"]):
+        mlp = f"transformer.h.{i}.mlp"
+        if not bilinear:
+            state[f"{mlp}.w.weight"] = state[f"{mlp}.w.weight"][:h].clone()
+        if bias:
+            state |= {f"{mlp}.w.bias": torch.randn((1 + bilinear) * h), f"{mlp}.p.bias": torch.randn(d)}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "bias": bias, "gate": gate, "bilinear": bilinear}))
+    plain, model = (tnlm.load(folder, dtype=torch.float64) for folder in (source, tmp_path))
+    tokens = ids(2, 5)
+    with torch.no_grad():
+        x = plain.embed(tokens)
+        for i, block in enumerate(plain.blocks):
+            x = x + block.attn(block.ln1(x), None, rotary_tables(5, d // raw["n_head"]))[0]
+            mlp = {k.partition(".mlp.")[2]: t.double() for k, t in state.items() if f".h.{i}.mlp." in k}
+            w, w_bias, p, p_bias = (mlp.get(f"{m}.{k}") for m in "wp" for k in ("weight", "bias"))
+            hidden = F.linear(block.ln2(x), w, w_bias)
+            hidden = act[gate](hidden[..., :h]) * (hidden[..., h:] if bilinear else 1)
+            x = x + F.linear(hidden, p, p_bias)
+        expected = plain.unembed(plain.ln_final(x))
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
+    assert model.config.mlp_hidden_bias == bias
+    assert bool((model(tokens) - plain(tokens)).abs().max() > 0.1) == bool(bias or gate)
+
+
 @pytest.mark.user_error
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"bilinear": False}, "bilinear must be True, got False: an MLP with one encoder"),
-        ({"bias": True}, "bias must be False, got True: biases on the hidden units"),
+        ({"bilinear": False}, "gate must be one of 'relu', 'gelu', got None"),
+        ({"bilinear": False, "gate": "relu"}, r"mlp.w.weight \(\d+, 32\) instead of"),
+        ({"bias": True}, r"missing transformer.h.0.mlp.p.bias, transformer.h.0.mlp.w.bias"),
+        ({"bias": 1}, "bias must be true or false, got 1"),
         ({"attention2": True}, "attention2 must be False"),
         ({"gate": "tanh"}, "gate must be one of None, 'silu', 'relu', 'gelu', got 'tanh'"),
         ({"normalization": "yes"}, "normalization must be true or false, got 'yes'"),
@@ -245,7 +409,17 @@ def test_rotary_buffer_of_another_base_is_refused(tmp_path):
         ("toy_layout/attention_only_2L", {"use_bilinear_attn": False}, "use_bilinear_attn must be True"),
         ("toy_layout/attention_only_2L", {"model_type": "transformer"}, "holds no layers.0.bilinear.proj1.weight"),
         ("cycle_layout/lerp", {"scale": 1.0}, "scale must be between 0 and 1 for residual='lerp', got 1.0"),
-        ("cycle_layout/lerp", {"norm": True}, "residual must be 'add', got 'lerp': lerp does not fold through a norm"),
+        ("cycle_layout/lerp", {"norm": "layer"}, "norm must be one of None, False, True, got 'layer'"),
+        ("cycle_layout/lerp", {"n_layer": 2**31}, "n_layer=2147483648 layers cannot come from a file of 14 tensors"),
+        ("cycle_layout/lerp", {"rotary_base": 500}, "missing none; unexpected rotary_base=500"),
+        ("cycle_layout/lerp", {"scale": "half"}, "scale must be a number, got 'half'"),
+        ("published_toys/spec_rms", {"spec": ["attn", "conv"]}, r"spec must list layers, each 'attn' or 'mlp', got"),
+        ("published_toys/spec_rms", {"spec": []}, r"spec must list layers"),
+        ("published_toys/spec_rms", {"spec": ["attn"] * 3}, r"missing layers.2.k1.weight"),
+        ("published_toys/spec_rms", {"spec": ["attn", "mlp"]}, r"missing layers.1.D.weight.*unexpected layers.1.k1"),
+        ("published_toys/spec_rms", {"norm": "none"}, r"norm must be one of None, False, True, 'rms', got 'none'"),
+        ("published_toys/spec_attn_mlp_attn", {"d_hidden": 63}, r"layers.1.L.weight \(64, 16\) instead of \(63, 16\)"),
+        ("published_toys/spec_attn_mlp_attn", {"mlp_residual": 1}, "mlp_residual must be one of 'add', 'lerp', got 1"),
         ("cycle_layout/lerp", {"attention": "linear"}, "attention must be one of 'bilinear', 'softmax', got 'linear'"),
         ("two_layer_layout", {"model": 3}, "must hold a block 'model'"),
     ],

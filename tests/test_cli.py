@@ -63,6 +63,19 @@ def test_info_counts_without_loading(saved, capsys, monkeypatch):
     assert tnlm.ModelConfig.from_dict(record["config"]) == config
 
 
+@pytest.mark.filterwarnings("ignore:.*ignored metadata name")
+def test_overrides_say_what_a_config_does_not(golden, tmp_path, capsys):
+    toy, two = str(golden / "published_toys" / "no_n_head"), ("--override", "n_head=2")
+    code, record, _ = run(capsys, "info", *two, "--override", "n_ctx=99", toy)
+    assert code == 0
+    assert (record["config"]["n_head"], record["config"]["n_ctx"]) == (2, 99)
+    assert run(capsys, "convert", toy, str(tmp_path / "out"), *two)[0] == 0
+    assert tnlm.load(tmp_path / "out").config.n_head == 2
+    code, _, err = run(capsys, "info", toy, "--override", "n_head")
+    assert code == 2
+    assert "--override takes KEY=VALUE, such as n_head=1, got 'n_head'" in err
+
+
 def test_info_of_a_released_model_needs_no_network(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code, record, _ = run(capsys, "info", "bilinear-bilinear-18l")

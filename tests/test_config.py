@@ -59,7 +59,11 @@ def test_half_width_queries_make_bilinear_as_large_and_as_costly_as_softmax():
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("mlp", MLPS)
 def test_counts_agree_with_the_modules(mlp, attention):
-    for changes in ({}, {"mlp_bias": False, "qk_bias": True, "x0_mixing": False, "value_residual": False}):
+    for changes in (
+        {},
+        {"mlp_bias": False, "qk_bias": True, "x0_mixing": False, "value_residual": False},
+        {"mlp_hidden_bias": True, "final_norm": False},
+    ):
         config = tiny(mlp=mlp, attention=attention, **changes)
         model = tnlm.Transformer(config, device="meta")
         assert config.n_params == sum(p.numel() for p in model.parameters())

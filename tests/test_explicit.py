@@ -67,22 +67,24 @@ def check(model, network=None, *, batch=2, seq=5):
                 weight.copy_(saved)
 
 
-def random_mlp(kind="bilinear", *, bias=False, d_in=5, d_hidden=7, d_out=3):
-    mlp = MLP(kind=kind, d_in=d_in, d_hidden=d_hidden, d_out=d_out, bias=bias, dtype=torch.float64)
+def random_mlp(kind="bilinear", *, bias=False, hidden_bias=False, d_in=5, d_hidden=7, d_out=3):
+    sizes = {"d_in": d_in, "d_hidden": d_hidden, "d_out": d_out}
+    mlp = MLP(kind=kind, bias=bias, hidden_bias=hidden_bias, dtype=torch.float64, **sizes)
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter)
     return mlp
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias, hidden_bias", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("kind", POLYNOMIAL)
 @pytest.mark.parametrize("d_in, d_hidden, d_out", [(5, 7, 3), (2, 3, 5), (7, 5, 2), (1, 1, 1), (3, 3, 3)])
-def test_mlp_tensor_and_network_are_the_forward(kind, bias, d_in, d_hidden, d_out):
-    mlp = random_mlp(kind, bias=bias, d_in=d_in, d_hidden=d_hidden, d_out=d_out)
+def test_mlp_tensor_and_network_are_the_forward(kind, bias, hidden_bias, d_in, d_hidden, d_out):
+    mlp = random_mlp(kind, bias=bias, hidden_bias=hidden_bias, d_in=d_in, d_hidden=d_hidden, d_out=d_out)
     x = torch.randn(11, d_in, dtype=torch.float64)
-    read = augment(x) if bias else x
+    constant = bias or hidden_bias
+    read = augment(x) if constant else x
     t = mlp.tensor()
-    assert t.shape == (d_out, d_in + bias, d_in + bias)
+    assert t.shape == (d_out, d_in + constant, d_in + constant)
     assert torch.equal(t, t.mT)
     assert_close(torch.einsum("oij,bi,bj->bo", t, read, read), mlp(x))
     assert_close(mlp.network().contract({"x": read}), mlp(x))
@@ -156,6 +158,9 @@ SWITCHES = {
     "QK bias": {"qk_bias": True},
     "no norm": {"norm": "none"},
     "no embedding norm": {"embedding_norm": False},
+    "no final norm": {"final_norm": False},
+    "hidden bias": {"mlp_hidden_bias": True},
+    "hidden bias of one encoder, no other": {"mlp_hidden_bias": True, "mlp_bias": False, "mlp": "squared"},
     "no mixing": {"x0_mixing": False, "value_residual": False},
     "no MLP bias": {"mlp_bias": False},
     "float32 tables, other base and eps": {"rotary_table_dtype": "float32", "rotary_base": 100.0, "norm_eps": 0.1},

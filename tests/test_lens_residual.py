@@ -20,6 +20,8 @@ CONFIGS = {f"{mlp} {attention}": tiny(mlp=mlp, attention=attention) for mlp, att
     "mlp only": tiny(attention="none", mlp="squared"),
     "pure": tiny(**PURE),
     "one layer": tiny(n_layer=1),
+    "no final norm": tiny(final_norm=False),
+    "hidden biases": tiny(mlp_hidden_bias=True),
 }
 TOKENS = ids(2, 5)
 LAYERS = [(layer, mid, ln) for layer in (None, 0, 1, 2, 3) for mid in (False, True) for ln in (False, True)]

@@ -19,6 +19,7 @@ CONFIGS = {
     "no norm": tiny(norm="none"),
     "attention only": tiny(mlp="none", x0_mixing=False, value_residual=False),
     "mlp only": tiny(attention="none"),
+    "no final norm": tiny(final_norm=False),
     "no layers": tiny(n_layer=0),
 }
 
@@ -33,7 +34,7 @@ def present(config):
     pairs = config.n_qk == 2
     return {
         "always": True,
-        "norm": norm,
+        "final norm": config.has_final_norm,
         "embedding norm": norm and config.embedding_norm,
         "ln_embed": config.embedding_norm,
         "attention": attention,

@@ -1,5 +1,6 @@
 """Rotary tables and rotation: sign, halves, rounding, and dependence on the distance alone."""
 
+import hashlib
 import math
 
 import torch
@@ -48,6 +49,26 @@ def test_angles_are_formed_in_float32_and_then_rounded():
     assert rounded.dtype == torch.bfloat16
     assert torch.equal(rounded, exact.bfloat16())
     assert 1e-3 < (rounded.float() - exact).abs().max() < 0.00196
+
+
+@pytest.mark.parametrize(
+    "table, digest",
+    [
+        (0, "387af56a9a3d1f353fbca556e98faceac36941b12c9ace5f4c72cb1ad58fab84"),
+        (1, "e37480dda0cd435761a58cf6e275f744ba330c614afefdfdf387c5a0b2c275a8"),
+    ],
+    ids=["cos", "sin"],
+)
+def test_tables_of_the_released_size_have_the_bits_of_the_public_code(table, digest):
+    """sha256 of the recorded (1024, 64) tables in bf16. The same angles in another order move 65 entries."""
+    rounded = rotary_tables(1024, 128, dtype=torch.bfloat16)[table]
+    assert hashlib.sha256(rounded.view(torch.uint8).numpy().tobytes()).hexdigest() == digest
+
+
+def test_compiled_tables_have_the_same_bits():
+    eager = rotary_tables(1024, 128, dtype=torch.bfloat16)
+    compiled = torch.compile(lambda: rotary_tables(1024, 128, dtype=torch.bfloat16))()
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
 def test_rounded_tables_act_in_the_dtype_of_the_activations():

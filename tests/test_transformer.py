@@ -17,6 +17,11 @@ from tnlm.transformer import Transformer
 SWITCHES = [
     {"norm": "none"},
     {"embedding_norm": False},
+    {"final_norm": False},
+    {"final_norm": False, "norm": "none"},
+    {"mlp_hidden_bias": True},
+    {"mlp_hidden_bias": True, "mlp_bias": False, "mlp": "swiglu"},
+    {"mlp_hidden_bias": True, "mlp": "relu2"},
     {"qk_norm": False},
     {"qk_bias": True},
     {"qk_bias": True, "qk_norm": False, "attention": "differential"},

@@ -71,7 +71,7 @@ def forward_by_loops(model: Transformer, tokens: list[int]) -> Tensor:
             xs, v_block0 = _attention(c, block, xs, v_block0, norm, rms, rotary)
         if c.mlp != "none":
             xs = [x + _mlp(c, block, norm(x)) for x in xs]
-    logits = torch.stack([p["unembed.w_u"] @ norm(x) for x in xs])
+    logits = torch.stack([p["unembed.w_u"] @ (norm(x) if c.final_norm else x) for x in xs])
     return logits if c.logit_softcap is None else c.logit_softcap * torch.tanh(logits / c.logit_softcap)
 
 
@@ -88,9 +88,12 @@ def _mlp(c: ModelConfig, block: dict[str, Tensor], x: Tensor) -> Tensor:
         "relu": lambda a: max(a, 0.0),
         "gelu": lambda a: a * 0.5 * (1 + math.erf(a / math.sqrt(2))),
     }[c.mlp]
-    hidden = torch.tensor([act(float(a)) for a in block["mlp.w_l"] @ x], dtype=torch.float64)
+    left, right = (block[f"mlp.w_{side}"] @ x if f"mlp.w_{side}" in block else None for side in "lr")
+    if c.mlp_hidden_bias:
+        left, right = left + block["mlp.b_l"], right + block["mlp.b_r"] if c.mlp_gated else None
+    hidden = torch.tensor([act(float(a)) for a in left], dtype=torch.float64)
     if c.mlp_gated:
-        hidden = hidden * (block["mlp.w_r"] @ x)
+        hidden = hidden * right
     out = block["mlp.w_d"] @ hidden
     return out + block["mlp.bias"] if c.mlp_bias else out
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def load(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str | None = None,
     attention: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Transformer:
     """A model from a folder, a file, a training run, a released model's short name, or a Hub id; in that order.
 
@@ -49,6 +51,8 @@ def load(
         dtype: None gives float32. ``"checkpoint"`` keeps each tensor as stored: the released models compute in bf16
             then, as they were trained. Rotary tables are as the layout was trained in every case.
         attention: ``"squared"`` or ``"squared_normalized"``, for the models whose files do not say which.
+        overrides: Keys of the file's own config, such as ``{"n_head": 1}``, for what it does not say; one that it
+            says otherwise is replaced, with a warning.
 
     Returns:
         The model on ``device``; ``model.source`` is a dict of where it came from. Peak memory is the model plus one
@@ -60,7 +64,7 @@ def load(
     place, wanted = _check_device(device), _check_dtype(dtype)
     found = find(name_or_path, revision=revision)
     stored = _read_weights(found)
-    layout, config, raw = _describe(found, stored, attention)
+    layout, config, raw = _describe(found, stored, attention, overrides or {})
     tensors = dict(stored.tensors)
     table = layout.make_table(config, raw, _shapes(tensors))
     layouts.tie(tensors, table, raw, label=found.label)
@@ -76,7 +80,8 @@ def load(
         # Just before they are copied: the second reading then comes from the processor's cache
         nonfinite |= {key: count_nonfinite(tensors[key]) for key in keys if key not in nonfinite}
         made = table.make(name, tensors).reshape(p.shape)
-        state[name] = _own(made, device=place, dtype=wanted or tensors[keys[0]].dtype)
+        like = tensors[keys[0] if keys else table.rows["embed.w_e"][0][0]]
+        state[name] = _own(made, device=place, dtype=wanted or like.dtype)
         if state[name].dtype != made.dtype and (n := count_nonfinite(state[name])):
             too_large[name] = f"{name} ({n} of {made.numel()})"
     if bad := [f"{key} ({n} of {tensors[key].numel()})" for key, n in nonfinite.items() if n]:
@@ -89,12 +94,17 @@ def load(
         )
     model.load_state_dict(state, assign=True)
     # past nn.Module's own __setattr__, whose annotation knows tensors and modules only
-    object.__setattr__(model, "source", {**found.source, "weights": found.weights.name, "layout": layout.name})
+    said = {"overrides": dict(overrides)} if overrides else {}
+    object.__setattr__(model, "source", {**found.source, "weights": found.weights.name, "layout": layout.name, **said})
     return model
 
 
 def read_config(
-    name_or_path: str | os.PathLike[str], *, revision: str | None = None, attention: str | None = None
+    name_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    attention: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """The architecture alone: of a local model from headers, of a released one from the registry, without weights.
 
@@ -104,10 +114,10 @@ def read_config(
         ValueError: As :func:`load`.
     """
     entry, _, path = locate(name_or_path, revision=revision)
-    if path is None and entry is not None and revision in (None, entry.revision):
+    if path is None and entry is not None and revision in (None, entry.revision) and not overrides:
         return entry.config
     found = find(name_or_path, revision=revision)
-    return _describe(found, weightfiles.read(found.weights), attention)[1]
+    return _describe(found, weightfiles.read(found.weights), attention, overrides or {})[1]
 
 
 def save(
@@ -223,17 +233,32 @@ def _read_weights(found: Found) -> Stored:
     return stored
 
 
-def _describe(found: Found, stored: Stored, attention: str | None) -> tuple[Layout, ModelConfig, dict[str, Any]]:
-    """Layout and architecture, from config and keys together; and the config as it was read."""
+def _describe(
+    found: Found, stored: Stored, attention: str | None, overrides: Mapping[str, Any]
+) -> tuple[Layout, ModelConfig, dict[str, Any]]:
+    """Layout and architecture, from config and keys together; and the part of the config that describes the model."""
     layout = layouts.recognise(list(stored.tensors), label=found.label)
     if stored.config is not None:
         raw, source = stored.config, f"config in {found.weights}"
     elif found.config is not None:
         raw, source = read_json(found.config), str(found.config)
-        if found.config.name == "history.json":
-            raw = raw.get("config", {})
+        block = "config" if found.config.name == "history.json" else layout.block
+        if block is not None:
+            if not isinstance(raw.get(block), dict):
+                raise ValueError(f"{source} must hold a block {block!r}, got the keys {', '.join(raw) or 'none'}")
+            raw, source = raw[block], f"{source}, block {block}"
+    elif overrides:
+        raw, source = {}, "overrides"
     else:
-        raise ValueError(f"{found.label} has no config.json beside it, and the {layout.name} layout needs one")
+        raise ValueError(
+            f"{found.label} has no config.json beside it, and the {layout.name} layout needs one; "
+            "overrides={...} can say all that it would"
+        )
+    replaced = sorted(key for key in overrides if key in raw and raw[key] != overrides[key])
+    if replaced:
+        changes = ", ".join(f"{key}={raw[key]!r} by {overrides[key]!r}" for key in replaced)
+        warnings.warn(f"{source}: overrides= replaces {changes}", UserWarning, stacklevel=3)
+    raw = {**raw, **overrides}
     if attention is None and found.entry is not None and raw.get("squared_attn") and not raw.get("bilinear_attn"):
         attention = found.entry.config.attention
     config = layout.read_config(raw, _shapes(stored.tensors), source, attention)

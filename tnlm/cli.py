@@ -46,7 +46,7 @@ class Info(ModelCommand):
         from tnlm.resolve import find, locate
 
         entry, _, path = locate(self.model, revision=self.revision)
-        config = read_config(self.model, revision=self.revision, attention=self.attention)
+        config = read_config(self.model, revision=self.revision, attention=self.attention, overrides=self.overrides)
         dtypes = None
         if path is not None or entry is None:
             from tnlm import weightfiles
@@ -272,7 +272,7 @@ class Convert(ModelCommand):
         from tnlm.checkpoint import save
         from tnlm.progress import announce
 
-        model = load_model(self.model, revision=self.revision, attention=self.attention, dtype=self.dtype)
+        model = load_model(self, dtype=self.dtype)
         source = source_of(model)
         with announce(f"writing {self.folder}"):
             save(model, self.folder)

@@ -100,6 +100,21 @@ class ModelCommand(Command):
     """Commit, branch or tag of a Hub id."""
     attention: Literal["squared", "squared_normalized"] | None = None
     """For files that do not say which of the two they are."""
+    override: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE", help_behavior_hint="")
+    ] = ()
+    """What the file's config does not say, such as n_head=1; repeat it for more. Values are JSON, else text."""
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """:attr:`override` as the mapping that :func:`tnlm.load` takes."""
+        said = {}
+        for text in self.override:
+            key, equals, value = text.partition("=")
+            if not key or not equals:
+                raise ValueError(f"--override takes KEY=VALUE, such as n_head=1, got {text!r}")
+            said[key] = _json_or_text(value)
+        return said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,23 +128,33 @@ class TextCommand(ModelCommand):
     """checkpoint keeps the stored mixture of bf16 and float32."""
 
     def load(self) -> "Transformer":
-        return load_model(
-            self.model, revision=self.revision, attention=self.attention, dtype=self.dtype, device=self.device
-        )
+        return load_model(self, dtype=self.dtype, device=self.device)
 
 
-def load_model(
-    name: str, *, revision: str | None, attention: str | None, dtype: str, device: str = "cpu"
-) -> "Transformer":
-    """:func:`tnlm.load` with the dtype by name; says that it is loading when that takes long."""
+def load_model(command: ModelCommand, *, dtype: str, device: str = "cpu") -> "Transformer":
+    """:func:`tnlm.load` of a command's model, with the dtype by name; says that it is loading when that takes long."""
     import torch
 
     from tnlm.checkpoint import load
     from tnlm.progress import announce
 
     wanted = dtype if dtype == "checkpoint" else getattr(torch, dtype)
-    with announce(f"loading {name}"):
-        return load(name, revision=revision, device=device, dtype=wanted, attention=attention)
+    with announce(f"loading {command.model}"):
+        return load(
+            command.model,
+            revision=command.revision,
+            device=device,
+            dtype=wanted,
+            attention=command.attention,
+            overrides=command.overrides,
+        )
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return jsonlib.loads(value)
+    except ValueError:
+        return value
 
 
 def _cell(value: object) -> str:

@@ -27,6 +27,9 @@ POLYNOMIAL_ATTENTIONS = ("bilinear", "squared", "none")
 FP32_EPS = 1.1920929e-07
 """``norm_eps`` of the released models: float32's machine epsilon, for every dtype."""
 
+LATER_FIELDS = frozenset({"final_norm", "mlp_hidden_bias"})
+"""Fields that files of earlier versions lack; their models are what the defaults say."""
+
 METADATA_KEYS = frozenset(
     "_name_or_path transformers_version model_type architectures torch_dtype step wandb_run tnlm_version".split()
 )
@@ -62,6 +65,8 @@ class ModelConfig:
     norm_eps: float = FP32_EPS
     embedding_norm: bool = True
     """RMS norm after the embedding; acts only with ``norm="rms"``."""
+    final_norm: bool = True
+    """RMS norm before the unembedding; acts only with ``norm="rms"``."""
     qk_norm: bool = True
     """RMS norm of each head's queries and keys, before the rotation."""
     qk_bias: bool = False
@@ -76,11 +81,13 @@ class ModelConfig:
     """Each block mixes its values with block 0's, by its ``lamb``."""
     mlp_bias: bool = True
     """A bias on the MLP's output."""
+    mlp_hidden_bias: bool = False
+    """A bias on each encoder of the MLP, inside the product: ``(L x + b_l) * (R x + b_r)``."""
 
     def __post_init__(self) -> None:
         for field in ("d_vocab", "n_layer", "n_head", "d_model", "d_hidden", "n_ctx"):
             _check_int(field, getattr(self, field), low=0 if field in ("n_layer", "d_hidden") else 1)
-        for field in ("embedding_norm", "qk_norm", "qk_bias", "x0_mixing", "value_residual", "mlp_bias"):
+        for field in (f.name for f in dataclasses.fields(self) if f.type is bool):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be true or false, got {getattr(self, field)!r}")
         kinds = {
@@ -142,6 +149,19 @@ class ModelConfig:
         return self.mlp in GATED_MLPS
 
     @property
+    def mlp_is_form(self) -> bool:
+        """Whether an MLP is a quadratic form of its (normed) input plus a constant, what the analyses of a layer take.
+
+        With biases on the hidden units a polynomial MLP is a form of ``(1, x)`` instead.
+        """
+        return self.mlp in POLYNOMIAL_MLPS and self.mlp != "none" and not self.mlp_hidden_bias
+
+    @property
+    def has_final_norm(self) -> bool:
+        """Whether the unembedding reads a normed residual."""
+        return self.norm == "rms" and self.final_norm
+
+    @property
     def layers_polynomial(self) -> bool:
         """Whether MLP and attention are polynomials of their (normed) inputs."""
         return self.mlp in POLYNOMIAL_MLPS and self.attention in POLYNOMIAL_ATTENTIONS
@@ -180,8 +200,11 @@ class ModelConfig:
 
     @property
     def _mlp_params(self) -> int:
-        bias = self.d_model if self.mlp_bias and self.mlp != "none" else 0
-        return (3 if self.mlp_gated else 2) * self.d_model * self.d_hidden + bias
+        if self.mlp == "none":
+            return 0
+        encoders = 2 if self.mlp_gated else 1
+        biases = self.d_model * self.mlp_bias + encoders * self.d_hidden * self.mlp_hidden_bias
+        return (encoders + 1) * self.d_model * self.d_hidden + biases
 
     @property
     def n_matmul_params(self) -> int:

@@ -148,7 +148,7 @@ def byte_lengths(tokenizer: Tokenizer) -> list[int]:
 
 def long_context_warning(config: ModelConfig, seq: int) -> str | None:
     """What to say before windows of ``seq`` tokens, or None: see :data:`LONG`."""
-    released = config.norm == "rms" and config.qk_norm and config.x0_mixing and config.value_residual
+    released = config.has_final_norm and config.qk_norm and config.x0_mixing and config.value_residual
     if seq <= LONG or config.attention != "bilinear" or not released:
         return None
     return (

@@ -81,14 +81,13 @@ class _Read:
 
 def mlp_network(mlp: MLP) -> Network:
     """``mlp(x)`` as a network: see `tnlm.mlp.MLP.network`."""
-    constant = mlp.bias is not None
-    read = _Read("x", mlp.d_in, constant=constant)
-    return _mlp(mlp, read, axes="batch", copies=int(constant), name="mlp")
+    read = _Read("x", mlp.d_in, constant=mlp.reads_constant)
+    return _mlp(mlp, read, axes="batch", copies=int(mlp.reads_constant), name="mlp")
 
 
 def mlp_tensor(mlp: MLP, max_bytes: int = DEFAULT_MAX_BYTES) -> Float[Tensor, "d_out d_in d_in"]:
     """Dense symmetric tensor: see `tnlm.mlp.MLP.tensor`."""
-    w_d, w_l, w_r = _mlp_weights(mlp, _Read("x", mlp.d_in, constant=mlp.bias is not None), int(mlp.bias is not None))
+    w_d, w_l, w_r = _mlp_weights(mlp, _Read("x", mlp.d_in, constant=mlp.reads_constant), int(mlp.reads_constant))
     net = Network([(w_d, "d_out d_hidden"), (w_l, "d_hidden i"), (w_r, "d_hidden j")], "d_out i j", name="mlp tensor")
     t = net.contract(max_bytes=max_bytes)
     return (t + t.mT) / 2
@@ -116,18 +115,23 @@ def _mlp_weights(mlp: MLP, read: _Read, copies: int) -> tuple[Tensor, Tensor, Te
     ``(1, x)``, it is ``(1, x + mlp(x))``.
     """
     _require_polynomial("mlp", mlp.kind, POLYNOMIAL_MLPS)
-    w_r: Tensor = mlp.w_l if mlp.w_r is None else mlp.w_r
+    left = read.columns(one=_like(mlp.b_l, mlp.w_l), read=mlp.w_l)
+    right = left if mlp.w_r is None else read.columns(one=_like(mlp.b_r, mlp.w_r), read=mlp.w_r)
     if not copies:
-        return mlp.w_d, read.columns(read=mlp.w_l), read.columns(read=w_r)
+        return mlp.w_d, left, right
     whole = copies > 1
     identity = torch.eye(copies, 1 + mlp.d_in).to(mlp.w_l)
-    w_l = torch.cat([read.columns(read=mlp.w_l), read.columns(one=identity.new_ones(copies))])
-    w_r = torch.cat([read.columns(read=w_r), read.columns(one=identity[:, 0], raw=identity[:, 1:])])
+    w_l = torch.cat([left, read.columns(one=identity.new_ones(copies))])
+    w_r = torch.cat([right, read.columns(one=identity[:, 0], raw=identity[:, 1:])])
     carry = identity if whole else identity.new_zeros(mlp.d_out, 1)
     if mlp.bias is not None:
         bias = F.pad(mlp.bias.to(carry.dtype), (int(whole), 0))
         carry = carry + F.pad(bias[:, None], (0, copies - 1))
     return torch.cat([F.pad(mlp.w_d, (0, 0, int(whole), 0)), carry], dim=1), w_l, w_r
+
+
+def _like(bias: Tensor | None, w: Tensor) -> Tensor | None:
+    return None if bias is None else bias.to(w.dtype)
 
 
 # Attention

@@ -465,6 +465,11 @@ class ResidualCache(ResidualParts, ActivationCache):
         sliced = super().apply_slice_to_batch_dim(batch_slice)
         return type(self)(sliced.cache_dict, self.model, has_batch_dim=sliced.has_batch_dim)
 
+    def _get_cached_ln_scale(self, layer: Any, *args: Any, **options: Any) -> Tensor:
+        if layer == self.model.config.n_layer and not self.model.config.final_norm:
+            return self["hook_embed"].new_ones(())
+        return super()._get_cached_ln_scale(layer, *args, **options)
+
     def _ensure_head_results(self) -> bool:
         name = "blocks.{}.attn.hook_result"
         layers = [i for i, block in enumerate(self.model.blocks) if block.attn is not None]

@@ -45,6 +45,15 @@ class LensMLP(MLP):
         return self.w_l.mT if self.gated else None
 
     @property
+    def b_in(self) -> Shaped[Tensor, " d_hidden"]:
+        bias = self.b_r if self.gated else self.b_l
+        return self.w_l.new_zeros(self.d_hidden) if bias is None else bias
+
+    @property
+    def b_gate(self) -> Shaped[Tensor, " d_hidden"] | None:
+        return self.b_l if self.gated else None
+
+    @property
     def b_out(self) -> Shaped[Tensor, " d_model"]:
         return self.w_d.new_zeros(self.d_out) if self.bias is None else self.bias
 
@@ -74,7 +83,7 @@ _NAMED = {
     Unembedding: LensUnembedding,
 }
 _ATTENTION_WEIGHTS = ("W_Q", "W_K", "W_Q2", "W_K2", "W_V", "W_O")
-_MLP_WEIGHTS = ("W_in", "W_gate", "W_out", "b_out")
+_MLP_WEIGHTS = ("W_in", "W_gate", "W_out", "b_in", "b_gate", "b_out")
 
 
 class ModelWeights:

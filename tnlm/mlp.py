@@ -38,11 +38,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLP(nn.Module):
     """``D (act(L x) * R x) + bias`` for the gated kinds, ``D act(L x) + bias`` for the others.
 
+    With ``hidden_bias``, ``L x`` is ``L x + b_l`` and ``R x`` is ``R x + b_r`` throughout.
+
     Args:
         kind: ``bilinear`` (act is the identity) and ``squared`` (``(L x)**2``) are homogeneous polynomials of degree 2
-            in ``x``, plus the bias; all others are not polynomials.
+            in ``x``, plus the bias, and with ``hidden_bias`` of degree 2 in ``(1, x)``; all others are not polynomials.
 
-    Fresh layers have ``w_d = 0`` and ``bias = 0``, and ``w_l``, ``w_r`` uniform in ``+-1/sqrt(d_in)``.
+    Fresh layers have ``w_d = 0`` and biases 0, and ``w_l``, ``w_r`` uniform in ``+-1/sqrt(d_in)``.
     Points: ``hook_pre`` (``L x``), ``hook_pre_linear`` (``R x``), ``hook_post`` (what ``D`` reads).
     """
 
@@ -54,6 +56,7 @@ class MLP(nn.Module):
         d_hidden: int,
         d_out: int,
         bias: bool = True,
+        hidden_bias: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -65,6 +68,8 @@ class MLP(nn.Module):
         self.w_r = nn.Parameter(torch.empty(d_hidden, d_in, **new)) if self.gated else None
         self.w_d = nn.Parameter(torch.empty(d_out, d_hidden, **new))
         self.bias = nn.Parameter(torch.empty(d_out, **new)) if bias else None
+        self.b_l = nn.Parameter(torch.empty(d_hidden, **new)) if hidden_bias else None
+        self.b_r = nn.Parameter(torch.empty(d_hidden, **new)) if hidden_bias and self.gated else None
         self.hook_pre = Point()
         if self.gated:
             self.hook_pre_linear = Point()
@@ -75,14 +80,19 @@ class MLP(nn.Module):
         for w in (self.w_l, self.w_r):
             if w is not None:
                 nn.init.uniform_(w, -(self.d_in**-0.5), self.d_in**-0.5)
-        nn.init.zeros_(self.w_d)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        for p in (self.w_d, self.bias, self.b_l, self.b_r):
+            if p is not None:
+                nn.init.zeros_(p)
+
+    @property
+    def reads_constant(self) -> bool:
+        """Whether :meth:`network` and :meth:`tensor` read ``(1, x)``: there are biases."""
+        return self.bias is not None or self.b_l is not None
 
     def forward(self, x: Shaped[Tensor, "... d_in"]) -> Shaped[Tensor, "... d_out"]:
-        post = ACTIVATIONS[self.kind](self.hook_pre(linear(x, self.w_l)))
+        post = ACTIVATIONS[self.kind](self.hook_pre(linear(x, self.w_l, self.b_l)))
         if self.w_r is not None:
-            right = self.hook_pre_linear(linear(x, self.w_r))
+            right = self.hook_pre_linear(linear(x, self.w_r, self.b_r))
             if not listened(self.hook_post) and pointwise.fits(post, right, self.w_d, self.bias):
                 return pointwise.gated_projection(post, right, self.w_d, self.bias)
             post = post * right
@@ -91,8 +101,8 @@ class MLP(nn.Module):
     def network(self) -> Network:
         """``mlp(x)`` as named tensors, five operands; exact.
 
-        The input ``x`` is ``(batch, d_in)``, or with a bias ``(batch, 1 + d_in)``: ``(1, x)``, the constant in front,
-        as :func:`tnlm.explicit.augment` makes it. The bias is then one more hidden unit, ``1 * 1``.
+        The input ``x`` is ``(batch, d_in)``, or with biases ``(batch, 1 + d_in)``: ``(1, x)``, the constant in front,
+        as :func:`tnlm.explicit.augment` makes it. The output bias is then one more hidden unit, ``1 * 1``.
 
         Raises:
             ValueError: The kind is not a polynomial.
@@ -104,7 +114,7 @@ class MLP(nn.Module):
     def tensor(self, max_bytes: int = DEFAULT_MAX_BYTES) -> Float[Tensor, "d_out one_plus_d_in one_plus_d_in"]:
         """Dense third-order tensor, symmetric in its two inputs; exact.
 
-        ``mlp(x)[o] == sum_ij T[o, i, j] x[i] x[j]``; with a bias ``x`` is ``(1, x)`` here and each input axis
+        ``mlp(x)[o] == sum_ij T[o, i, j] x[i] x[j]``; with biases ``x`` is ``(1, x)`` here and each input axis
         ``1 + d_in`` long. ``T = 1/2 sum_h w_d[o, h] (w_l[h, i] w_r[h, j] + w_l[h, j] w_r[h, i])``.
 
         Args:

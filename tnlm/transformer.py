@@ -61,7 +61,8 @@ class Block(nn.Module):
             self.hook_resid_mid = Point()
             self.ln2 = _norm(config)
             width, hidden = config.d_model, config.d_hidden
-            self.mlp = MLP(kind=config.mlp, bias=config.mlp_bias, d_in=width, d_hidden=hidden, d_out=width, **new)
+            biases = {"bias": config.mlp_bias, "hidden_bias": config.mlp_hidden_bias}
+            self.mlp = MLP(kind=config.mlp, d_in=width, d_hidden=hidden, d_out=width, **biases, **new)
             self.hook_mlp_out = Point()
         self.hook_resid_post = Point()
 
@@ -119,7 +120,7 @@ class Transformer(nn.Module):
         self.hook_embed = Point()
         blocks = nn.ModuleList(Block(config, **new) for _ in range(config.n_layer))
         self.blocks: Sequence[Block] = blocks  # type: ignore[assignment]
-        self.ln_final = _norm(config)
+        self.ln_final = _norm(config) if config.final_norm else NoNorm()
         self.unembed = Unembedding(config.d_vocab, config.d_model, **new)
         name_points(self)
         self.set_implementation(implementation)

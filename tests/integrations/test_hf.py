@@ -24,6 +24,7 @@ CONFIGS = {attention: tiny(attention=attention) for attention in ATTENTIONS} | {
     "plain": tiny(mlp="swiglu", attention="softmax", x0_mixing=False, value_residual=False, mlp_bias=False),
     "pure": tiny(norm="none", qk_norm=False, embedding_norm=False, logit_softcap=None, d_vocab_used=13),
     "no layers": tiny(n_layer=0, mlp="relu2"),
+    "no final norm, hidden biases": tiny(final_norm=False, mlp_hidden_bias=True),
 }
 
 

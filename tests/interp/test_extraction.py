@@ -32,11 +32,19 @@ def test_extracted_tensors_reproduce_the_logits(mlp, attention, pure):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"qk_bias": True}, {"x0_mixing": False}, {"value_residual": False}, {"mlp_bias": False}]
+    "changes",
+    [{"qk_bias": True}, {"x0_mixing": False}, {"value_residual": False}, {"mlp_bias": False}, {"final_norm": False}],
 )
 def test_every_switch_is_extracted(changes):
     model = make(d_qk=4, **changes)
     assert_close(extract(model).check(torch.randint(0, 11, (2, 7))), 0.0, scale=1)
+
+
+@pytest.mark.user_error
+def test_a_form_of_one_and_x_is_no_form_of_x():
+    net = extract(make(mlp_hidden_bias=True))
+    with pytest.raises(ValueError, match=r"mlp_hidden_bias.* form of \(1, x\).*mlp.tensor\(\)"):
+        net.mlp[0]
 
 
 def test_check_in_float32_and_of_a_wrong_weight():

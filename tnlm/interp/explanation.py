@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tnlm.config import POLYNOMIAL_MLPS
 from tnlm.interp.extraction import Extracted, extract
 from tnlm.interp.spectra import Eig, eig
 from tnlm.points import intervene, record
@@ -146,7 +145,7 @@ class Explanation:
         at_end = {last: _subtract(factor * write)}
         at_write = at_end if row.layer is None else {_write_point(row): _subtract(write)}
         held = dict(at_end)
-        if net.config.norm == "rms":
+        if net.config.has_final_norm:
             held["ln_final.hook_scale"] = lambda scale: self._scale.to(scale.dtype)
         before = self._measure({})
         return Ablated(-row.value, self._measure(held) - before, self._measure(at_write) - before)
@@ -172,7 +171,8 @@ def explain(
     splits over source positions; an MLP's is ``sum_k lambda_k (v_k . x)^2 + w . bias`` by :func:`tnlm.interp.eig` of
     ``w``. The last position is explained, before the softcap (which keeps the order of logits).
 
-    Exact given the norms of this run. Softmax kinds: given their patterns too. An MLP that is no polynomial is one row.
+    Exact given the norms of this run. Softmax kinds: given their patterns too. An MLP that is no quadratic form is
+    one row.
 
     Args:
         model: A model, its :class:`Extracted` view, or anything :func:`tnlm.load` takes.
@@ -214,7 +214,7 @@ def explain(
         factor = float(net.write_factors[l])
         if net.config.attention != "none":
             _head_rows(net, l, double, factor * read, add)
-        if net.config.mlp in POLYNOMIAL_MLPS and net.config.mlp != "none":
+        if net.config.mlp_is_form:
             _mlp_rows(net, l, double, read, factor, components, add)
         elif net.config.mlp != "none":
             out = double[f"blocks.{l}.hook_mlp_out"][0, -1]
@@ -268,7 +268,7 @@ def _mlp_rows(
 
 def _points(net: Extracted) -> Iterable[str]:
     yield "hook_embed"
-    if net.config.norm == "rms":
+    if net.config.has_final_norm:
         yield "ln_final.hook_scale"
     for l in range(net.n_layer):
         if net.config.attention != "none":

@@ -16,7 +16,7 @@ from tnlm.interp.bilinear import BilinearTensor
 from tnlm.interp.heads import BilinearHead
 from tnlm.norm import HALF
 from tnlm.points import is_point, record
-from tnlm.rotary import rotary_tables, rotate
+from tnlm.rotary import rotary_frequencies, rotary_tables, rotate
 from tnlm.transformer import Transformer
 
 T = TypeVar("T")
@@ -131,16 +131,19 @@ class Extracted:
         """``mlp[l]``: the layer as a :class:`BilinearTensor` of its normed input, bias included; its factors are views.
 
         Raises:
-            ValueError: On access, when the kind is no polynomial.
+            ValueError: On access, when the kind is no polynomial, or hidden units have biases.
         """
-        return Layers([self._mlp_layer(l) for l in range(self.n_layer)] if self._mlp_ok() else self._mlp_reason())
-
-    def _mlp_ok(self) -> bool:
-        return self.config.mlp in POLYNOMIAL_MLPS and self.config.mlp != "none"
+        form = self.config.mlp_is_form
+        return Layers([self._mlp_layer(l) for l in range(self.n_layer)] if form else self._mlp_reason())
 
     def _mlp_reason(self) -> str:
         if self.config.mlp == "none":
             return 'the model has no MLP (mlp="none")'
+        if self.config.mlp in POLYNOMIAL_MLPS:
+            return (
+                "biases on the hidden units (mlp_hidden_bias) make an MLP a form of (1, x), which the analyses of a "
+                "layer do not take; model.blocks[l].mlp.tensor() has it, and model.network(seq) the whole model"
+            )
         return f"a {self.config.mlp} MLP is not polynomial, so it has no tensor; bilinear and squared ones have"
 
     def _mlp_layer(self, l: int) -> BilinearTensor:
@@ -269,7 +272,7 @@ class AttentionLayer:
             raise ValueError(f"head must be in [0, {m.n_head}), got {n}")
         value = slice(n * m.d_head, (n + 1) * m.d_head)
         first = net.model.blocks[0].attn if config.value_residual and self.layer > 0 else None
-        rotary = config.rotary_base ** (-torch.arange(0, m.d_qk, 2, dtype=torch.float64) / m.d_qk)
+        rotary = rotary_frequencies(m.d_qk, base=config.rotary_base).double()
         maps = {f"{name}{b}": self._query_or_key(name, b, n) for b in m.branches for name in ("q", "k")}
         return BilinearHead(
             **maps,

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tnlm.config import POLYNOMIAL_ATTENTIONS, POLYNOMIAL_MLPS
+from tnlm.config import POLYNOMIAL_ATTENTIONS
 from tnlm.interp import plot
 from tnlm.interp._checks import check_count
 from tnlm.interp.ablation import delta_ce, with_mlp
@@ -106,7 +106,7 @@ class _Study:
         self.net, self.tokens, self.prompt, self.target = net, tokens, prompt, target
         self.names, self.tokenizer, self.top = names, tokenizer, top
         config = net.config
-        self.tensor_mlp = config.mlp in POLYNOMIAL_MLPS and config.mlp != "none"
+        self.tensor_mlp = config.mlp_is_form
         self.tensor_attention = config.attention in POLYNOMIAL_ATTENTIONS and config.attention != "none"
 
     def direction(self) -> Tensor:

@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tnlm.config import POLYNOMIAL_MLPS
 from tnlm.interp._checks import check_choice, check_count
 from tnlm.interp.attribution import layer_pairs
 from tnlm.interp.extraction import Extracted, extract
@@ -51,8 +50,7 @@ def attribute(
     net = model if isinstance(model, Extracted) else extract(model)
     check_choice("method", method, ("pairs", "shapley"))
     _check(net, tokens, target, layers)
-    polynomial = net.config.mlp in POLYNOMIAL_MLPS and net.config.mlp != "none"
-    expanded = set(range(net.n_layer) if layers is None and polynomial else layers or ())
+    expanded = set(range(net.n_layer) if layers is None and net.config.mlp_is_form else layers or ())
     names, points = ["constant", "embed"], ["hook_embed", *_norm_points(net)]
     for l in range(net.n_layer):
         if net.config.attention != "none":
@@ -109,7 +107,8 @@ def _norm_points(net: Extracted) -> list[str]:
     if net.config.norm == "none":
         return []
     layers = range(net.n_layer) if net.config.mlp != "none" else ()
-    return ["ln_final.hook_scale", *(f"blocks.{l}.ln2.hook_scale" for l in layers)]
+    final = ["ln_final.hook_scale"] if net.config.has_final_norm else []
+    return [*final, *(f"blocks.{l}.ln2.hook_scale" for l in layers)]
 
 
 def _check(net: Extracted, tokens: Tensor, target: int, layers: Sequence[int] | None) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tnlm.config import ModelConfig
+from tnlm.config import LATER_FIELDS, ModelConfig
 from tnlm.layouts.decomposition import DECOMPOSITION
 from tnlm.layouts.published import PUBLISHED, check_asked, to_published
 from tnlm.layouts.table import TIE, Layout, Shapes, Table
@@ -20,13 +20,31 @@ __all__ = ["LAYOUTS", "OURS", "Layout", "Table", "recognise", "structure", "tie"
 
 def _read_ours(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
     config = ModelConfig.from_dict(raw, source=source)
-    if missing := sorted(config.to_dict().keys() - raw.keys()):
+    if missing := sorted(config.to_dict().keys() - raw.keys() - LATER_FIELDS):
         raise ValueError(
             f"{source} must hold every field of ModelConfig, missing {', '.join(missing)}: "
             "their defaults may not be what the weights were trained with"
         )
     check_asked(config.attention, attention, source)
+    _check_sizes(config, shapes, source)
     return config
+
+
+def _check_sizes(config: ModelConfig, shapes: Shapes, source: str) -> None:
+    """Every size from which modules are built must be one of the file's: an absurd number is refused, not built."""
+    if config.n_block_params and config.n_layer > len(shapes):
+        raise ValueError(f"{source}: n_layer={config.n_layer} layers cannot come from a file of {len(shapes)} tensors")
+    said = {"embed.w_e": (config.d_vocab, config.d_model)}
+    if config.n_layer and config.attention != "none":
+        said["blocks.0.attn.w_q1"] = (config.n_head * config.d_qk, config.d_model)
+    if config.n_layer and config.mlp != "none":
+        said["blocks.0.mlp.w_l"] = (config.d_hidden, config.d_model)
+    missing = [key for key in said if key not in shapes]
+    wrong = [f"{key} {shapes[key]} instead of {want}" for key, want in said.items() if shapes.get(key, want) != want]
+    if missing or wrong:
+        raise ValueError(
+            f"{source} does not fit the weights: missing {list_names(missing)}; wrong shape {list_names(wrong)}"
+        )
 
 
 def _our_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> Table:

@@ -9,8 +9,11 @@ from torch import Tensor
 from tnlm.config import ModelConfig
 from tnlm.layouts.published import check_asked
 from tnlm.layouts.table import Fields, Layout, Shapes, Table, chain, flip_rotation, scale
+from tnlm.rotary import rotary_frequencies
 
 GATES = {None: "bilinear", "silu": "swiglu", "relu": "reglu", "gelu": "geglu"}
+ONE_ENCODER = {"relu": "relu", "gelu": "gelu"}
+"""With ``bilinear: false``; without a gate such an MLP is a linear map, and silu alone is no kind of ours."""
 
 
 def read_config(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
@@ -21,20 +24,18 @@ def read_config(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: 
         optional="attention2 scale_attn",
         ignored="tokenizer repo",
     )
-    fields.refuse("bilinear", True, "an MLP with one encoder of this layout (a plain mlp.w) is not supported")
-    fields.refuse("bias", False, "biases on the hidden units of the MLP cannot be represented")
     fields.refuse("attention2", False, "the second attention of the research trees is not supported", default=False)
     check_asked("softmax", attention, source)
-    norm = fields.flag("normalization")
+    norm, bias = fields.flag("normalization"), fields.flag("bias")
     return fields.build(
         ModelConfig,
         d_vocab=shapes["transformer.wte.weight"][0],
-        n_layer=fields.integer("n_layer"),
+        n_layer=fields.depth("n_layer", shapes),
         n_head=fields.integer("n_head"),
         n_ctx=fields.integer("n_ctx"),
         d_model=fields.integer("d_model"),
         d_hidden=fields.integer("d_hidden"),
-        mlp=fields.choice("gate", GATES),
+        mlp=fields.choice("gate", GATES if fields.flag("bilinear") else ONE_ENCODER),
         attention="softmax",
         norm="rms" if norm else "none",
         norm_eps=1e-8,
@@ -44,7 +45,8 @@ def read_config(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: 
         logit_softcap=None,
         x0_mixing=False,
         value_residual=False,
-        mlp_bias=False,
+        mlp_bias=bias,
+        mlp_hidden_bias=bias,
     )
 
 
@@ -72,11 +74,16 @@ def make_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> T
             add(f"{ours}.attn.{name}", f"{theirs}.attn.qkv.weight", (3 * d, d), n1, fold)
         table.add(f"{ours}.attn.w_o", f"{theirs}.attn.o.weight", (d, d), residual)
         table.checks[f"{theirs}.attn.rotary.inv_freq"] = frequencies_check(config)
-        for part, name in enumerate(("w_l", "w_r")):
-            add(f"{ours}.mlp.{name}", f"{theirs}.mlp.w.weight", (2 * h, d), n2, rows(part, h))
+        sides = ("l", "r")[: 1 + config.mlp_gated]
+        for part, side in enumerate(sides):
+            add(f"{ours}.mlp.w_{side}", f"{theirs}.mlp.w.weight", (len(sides) * h, d), n2, rows(part, h))
+            if config.mlp_hidden_bias:
+                table.add(f"{ours}.mlp.b_{side}", f"{theirs}.mlp.w.bias", (len(sides) * h,), rows(part, h))
         # Older trees call the output map o
         down = "o" if f"{theirs}.mlp.o.weight" in shapes else "p"
         table.add(f"{ours}.mlp.w_d", f"{theirs}.mlp.{down}.weight", (d, h))
+        if config.mlp_bias:
+            table.add(f"{ours}.mlp.bias", f"{theirs}.mlp.{down}.bias", (d,))
     add("unembed.w_u", "lm_head.weight", (v, d), "transformer.n_f.weight", lambda w: w)
     return table
 
@@ -90,8 +97,8 @@ def frequencies_check(config: ModelConfig) -> Callable[[Tensor], str | None]:
     """Of a stored rotary buffer: it must hold the frequencies that our tables are made from."""
 
     def check(found: Tensor) -> str | None:
-        wanted = config.rotary_base ** (-torch.arange(0, config.d_head, 2, dtype=torch.float64) / config.d_head)
-        if found.shape == wanted.shape and torch.allclose(found.double(), wanted, rtol=1e-2):
+        wanted = rotary_frequencies(config.d_head, base=config.rotary_base)
+        if found.shape == wanted.shape and torch.allclose(found.float(), wanted, rtol=1e-2):
             return None
         return f"must hold the rotary frequencies of base {config.rotary_base:g}, got {found.flatten()[:4].tolist()}..."
 

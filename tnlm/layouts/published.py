@@ -29,7 +29,7 @@ def read_config(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: 
     return fields.build(
         ModelConfig.released,
         d_vocab=d_vocab,
-        n_layer=fields.integer("n_layer"),
+        n_layer=fields.depth("n_layer", shapes),
         n_head=fields.integer("n_head"),
         d_model=d_model,
         d_hidden=d_hidden,

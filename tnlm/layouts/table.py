@@ -14,6 +14,15 @@ from tnlm.weightfiles import list_names
 Shapes = Mapping[str, Sequence[int]]
 TIE = "tie_word_embeddings"
 
+BOOKKEEPING = frozenset(
+    "name variant topology qdist localmix stutter_p seed lr learning_rate weight_decay optimizer warmup batch "
+    "batch_size steps n_steps num_steps num_batches epochs n_params dataset tokenizer repo date commit notes "
+    "final_train_loss final_val_loss train_loss val_loss".split()
+)
+"""What public configs say of data, training and results. None of it is read when a model is built: all of these that
+a layout does not list itself are named in one warning, while any other unknown key is refused, since it may change the
+function."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -24,12 +33,14 @@ class Layout:
         marks: Regular expressions; the layout is recognised when each matches a whole key.
         read_config: ``(fields of its config, shapes by key, attention asked for) -> ModelConfig``.
         make_table: ``(config, its config as read, shapes by key) -> Table``.
+        block: Entry of its config that describes the model; None for all of it.
     """
 
     name: str
     marks: tuple[str, ...]
     read_config: Callable[[Mapping[str, Any], Shapes, str, str | None], ModelConfig]
     make_table: Callable[[ModelConfig, Mapping[str, Any], Shapes], "Table"]
+    block: str | None = None
 
     def recognises(self, keys: Sequence[str]) -> bool:
         return all(any(re.fullmatch(mark, key) for key in keys) for mark in self.marks)
@@ -58,6 +69,10 @@ class Table:
         shapes = {key: shape} if isinstance(key, str) else key
         self.shapes |= {k: tuple(s) for k, s in shapes.items()}
         self.rows[ours] = (tuple(shapes), fold)
+
+    def fill(self, ours: str, make: Callable[[], Tensor]) -> None:
+        """One row that no key makes: a parameter of ours which the layout does not have."""
+        self.rows[ours] = ((), make)
 
     def check(self, shapes: Shapes, *, label: str, config: ModelConfig) -> None:
         """Exact accounting: every key once, at its shape.
@@ -110,13 +125,15 @@ class Fields:
 
     def __init__(self, raw: Mapping[str, Any], source: str, *, required: str, optional: str = "", ignored: str = ""):
         known = {*required.split(), *optional.split(), *ignored.split(), TIE}
-        warn_dropped(sorted(k for k in raw if k in METADATA_KEYS and k not in known), source)
+        dropped = {k for k in raw if k not in known and k in METADATA_KEYS | BOOKKEEPING}
+        warn_dropped(sorted(dropped), source)
         missing = [k for k in required.split() if k not in raw]
-        unknown = [f"{k}={raw[k]!r}" for k in raw if k not in known and k not in METADATA_KEYS]
+        unknown = [f"{k}={raw[k]!r}" for k in raw if k not in known | dropped]
         if missing or unknown:
             raise ValueError(
                 f"{source} does not fit this layout: missing {list_names(missing)}; unexpected {list_names(unknown)}. "
-                f"Known keys: {', '.join(sorted(known))}"
+                f"Known keys: {', '.join(sorted(known))}. What is missing can be said by overrides=; a key that you "
+                "know to change nothing must be taken out of the file"
             )
         self.raw, self.source = raw, source
 
@@ -124,6 +141,13 @@ class Fields:
         value = self.raw.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{self.source}: {key} must be an integer >= 1, got {value!r}")
+        return value
+
+    def depth(self, key: str, shapes: Shapes) -> int:
+        """A number of layers, at most that of the file's tensors: nothing is built from an absurd one."""
+        value = self.integer(key)
+        if value > len(shapes):
+            raise ValueError(f"{self.source}: {key}={value} layers cannot come from a file of {len(shapes)} tensors")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -140,7 +164,7 @@ class Fields:
 
     def choice(self, key: str, allowed: Mapping[Any, Any], default: Any = None) -> Any:
         value = self.raw.get(key, default)
-        if not isinstance(value, str | None) or value not in allowed:
+        if not isinstance(value, str | bool | None) or value not in allowed:
             raise ValueError(f"{self.source}: {key} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
         return allowed[value]
 
@@ -164,11 +188,10 @@ def flip_rotation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     With both queries and keys so changed, ``[a | -b]`` turned our way is ``[a cos - b sin | -(a sin + b cos)]``: the
     common ``rotate_half`` result with its second half negated, which cancels in every score.
     """
-    assert config.d_qk is not None
-    sign = torch.ones(config.n_head, config.d_qk, dtype=torch.float64)
-    sign[:, config.d_qk // 2 :] = -1
 
     def fold(w: Tensor) -> Tensor:
+        sign = torch.ones(config.n_head, config.d_qk, dtype=torch.float64)
+        sign[:, config.d_qk // 2 :] = -1
         return w * sign.view(-1, *[1] * (w.ndim - 1))
 
     return fold

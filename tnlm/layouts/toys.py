@@ -1,8 +1,12 @@
 """Three layouts of small models, most of them polynomials outright: two-layer, toy transformers, cycle toys."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tnlm.config import ModelConfig
@@ -26,23 +30,20 @@ ENERGY_EPS = 1e-6
 
 
 def read_two_layer(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
-    """``config.json`` has a block ``model``; other blocks describe the training."""
-    if not isinstance(raw.get("model"), dict):
-        raise ValueError(f"{source} must hold a block 'model', got the keys {', '.join(raw) or 'none'}")
     fields = Fields(
-        raw["model"],
-        f"{source}, block model",
+        raw,
+        source,
         required="vocab_size d_model n_head n_layers attn_scale use_bias_qk attn_type",
         optional="n_ctx residual",
     )
     decided = fields.choice("attn_type", {"bilinear": "bilinear"})
     check_asked(decided, attention, source)
-    _check_residual(fields, fields.choice("residual", {"add": "add", "lerp": "lerp"}, "add"), key="attn_scale")
+    _check_residual(fields, "residual", default="add", scale="attn_scale")
     sizes = {name: fields.integer(name) for name in ("d_model", "n_head")}
     return fields.build(
         ModelConfig,
         d_vocab=fields.integer("vocab_size"),
-        n_layer=fields.integer("n_layers"),
+        n_layer=fields.depth("n_layers", shapes),
         n_ctx=fields.integer("n_ctx", 512),
         mlp="none",
         attention=decided,
@@ -54,85 +55,165 @@ def read_two_layer(raw: Mapping[str, Any], shapes: Shapes, source: str, attentio
 
 def two_layer_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> Table:
     """The final norm divides by one constant, which folds into the unembedding."""
-    block = raw["model"]
-    lerp = block.get("residual", "add") == "lerp"
-    table = _attention_only(config, lerp=lerp, s=block["attn_scale"])
-    keep = (1 - block["attn_scale"]) ** config.n_layer if lerp else 1.0
+    s = raw["attn_scale"]
+    layer = _Layer("attn", keep=1 - s if raw.get("residual", "add") == "lerp" else 1.0, write=s)
+    table, left = _fold([layer] * config.n_layer, config)
     head = {"unembed.weight": (config.d_vocab, config.d_model), "final_norm.running_mean_energy": ()}
 
     def fold(w: Tensor, energy: Tensor) -> Tensor:
-        return w * keep / (energy + ENERGY_EPS).sqrt()
+        return w * left / (energy + ENERGY_EPS).sqrt()
 
     table.add("unembed.w_u", head, fold=fold)
     return table
 
 
 def read_cycle(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
+    """Layers are counted (``n_layer``, all attention) or listed (``spec``, of ``attn`` and ``mlp`` in any order)."""
+    raw, listed = _as_read(raw), "spec" in raw
+    own = "vocab d_hidden mlp_residual" if listed else "n_head n_vocab"
     fields = Fields(
         raw,
         source,
-        required="n_layer d_model n_head",
-        optional="n_vocab n_ctx scale norm residual attention",
+        required="spec d_model n_head" if listed else "n_layer d_model",
+        optional=f"n_ctx scale norm residual attention {own}",
         ignored="n_params",
     )
-    norm = fields.flag("norm", False)
-    residual = fields.choice("residual", {"add": "add", "lerp": "lerp"}, "lerp")
-    _check_residual(fields, residual, key="scale")
-    if norm:
-        fields.refuse("residual", "add", "lerp does not fold through a norm", default="lerp")
+    if listed:
+        _check_spec(fields, shapes)
+    else:
+        fields.depth("n_layer", shapes)
+    _check_residual(fields, "residual", default="lerp")
+    _check_residual(fields, "mlp_residual", default="add")
+    # The code that wrote lists made any text but "rms" a norm of attention and none of MLPs
+    norms = {None: "none", False: "none", True: "rms", **({"rms": "rms"} if listed else {})}
+    norm = fields.choice("norm", norms)
     decided = fields.choice("attention", {"bilinear": "bilinear", "softmax": "softmax"}, "bilinear")
+    layers, d_model = _layers(raw), fields.integer("d_model")
+    kinds = [layer.kind for layer in layers]
+    if "attn" not in kinds:
+        decided = "none"
     check_asked(decided, attention, source)
+    hidden = 0
+    if "mlp" in kinds:
+        encoder = shapes.get(f"layers.{kinds.index('mlp')}.L.weight", (4 * d_model,))
+        hidden = fields.integer("d_hidden", encoder[0])
     return fields.build(
         ModelConfig,
-        d_vocab=fields.integer("n_vocab", shapes["embed.weight"][0]),
-        n_layer=fields.integer("n_layer"),
-        n_head=fields.integer("n_head"),
-        d_model=fields.integer("d_model"),
+        d_vocab=fields.integer("vocab" if listed else "n_vocab", shapes["embed.weight"][0]),
+        n_layer=len(_blocks(layers, normed=norm == "rms")),
+        n_head=fields.integer("n_head", 1),
+        d_model=d_model,
+        d_hidden=hidden,
         n_ctx=fields.integer("n_ctx", 1024),
-        mlp="none",
+        mlp="bilinear" if "mlp" in kinds else "none",
         attention=decided,
-        **{**PURE, "norm": "rms" if norm else "none"},
+        **{
+            **PURE,
+            "norm": norm,
+            "final_norm": norm == "none",
+            "x0_mixing": norm == "rms" and any(layer.keep != 1 for layer in layers),
+        },
     )
 
 
 def cycle_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> Table:
-    lerp, s = raw.get("residual", "lerp") == "lerp", raw.get("scale", 0.5)
-    table = _attention_only(config, lerp=lerp, s=s if lerp else 1.0)
-    keep = (1 - s) ** config.n_layer if lerp else 1.0
-    table.add("unembed.w_u", "head.weight", (config.d_vocab, config.d_model), scale(keep))
+    table, left = _fold(_layers(_as_read(raw)), config)
+    table.add("unembed.w_u", "head.weight", (config.d_vocab, config.d_model), scale(left))
     return table
 
 
-def _check_residual(fields: Fields, residual: str, *, key: str) -> None:
-    s = fields.number(key, 0.5)
-    if residual == "lerp" and not 0 < s < 1:
-        raise ValueError(f"{fields.source}: {key} must be between 0 and 1 for residual='lerp', got {s!r}")
+def _as_read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with its values as the public code reads them: some runs stored them as text."""
+    words = {"True": True, "true": True, "False": False, "false": False}
+    norm, s = raw.get("norm"), raw.get("scale", 0.5)
+    if isinstance(s, str):
+        with suppress(ValueError):
+            s = float(s)
+    return {**raw, "norm": words.get(norm, norm) if isinstance(norm, str) else norm, "scale": s}
 
 
-def _attention_only(config: ModelConfig, *, lerp: bool, s: float) -> Table:
-    """Embedding and layers of the two attention-only layouts: ``x <- x + s O z`` or, lerp, ``(1 - s) x + s O z``.
+def _check_spec(fields: Fields, shapes: Shapes) -> None:
+    spec = fields.raw["spec"]
+    if not isinstance(spec, list) or not spec or not all(kind in ("attn", "mlp") for kind in spec):
+        raise ValueError(f"{fields.source}: spec must list layers, each 'attn' or 'mlp', got {spec!r}")
+    if len(spec) > len(shapes):
+        raise ValueError(f"{fields.source}: {len(spec)} layers cannot come from a file of {len(shapes)} tensors")
 
-    With ``x_l = (1 - s)**l y_l`` the interpolation is plain addition in ``y``: layer ``l`` reads ``(1 - s)**l y``, so
-    its weights take that factor, its output ``s / (1 - s)**(l + 1)``, and the head, by the caller,
-    ``(1 - s)**n_layer``. Exact; the QK biases are not scaled.
+
+def _check_residual(fields: Fields, residual: str, *, default: str, scale: str = "scale") -> None:
+    s = fields.number(scale, 0.5)
+    if fields.choice(residual, {"add": "add", "lerp": "lerp"}, default) == "lerp" and not 0 < s < 1:
+        raise ValueError(f"{fields.source}: {scale} must be between 0 and 1 for {residual}='lerp', got {s!r}")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer of a file, ``x <- keep x + write f(norm(x))``: attention or MLP."""
+
+    kind: str
+    keep: float
+    write: float
+
+
+def _layers(raw: Mapping[str, Any]) -> list[_Layer]:
+    s = raw["scale"]
+    lerp = {"attn": raw.get("residual", "lerp") == "lerp", "mlp": raw.get("mlp_residual", "add") == "lerp"}
+    kinds = raw["spec"] if "spec" in raw else ["attn"] * raw["n_layer"]
+    return [_Layer(kind, 1 - s, s) if lerp[kind] else _Layer(kind, 1.0, 1.0) for kind in kinds]
+
+
+def _blocks(layers: Sequence[_Layer], *, normed: bool) -> list[dict[str, int]]:
+    """Which layers of the file make each of our blocks: at most one attention, then at most one MLP.
+
+    Behind a norm what was kept must be multiplied in before the next layer reads, which our blocks do at their start.
     """
-    d = config.d_model
+    blocks: list[dict[str, int]] = []
+    for i, layer in enumerate(layers):
+        follows = layer.kind == "mlp" and i > 0 and layers[i - 1].kind == "attn"
+        if follows and not (normed and layers[i - 1].keep != 1):
+            blocks[-1]["mlp"] = i
+        else:
+            blocks.append({layer.kind: i})
+    return blocks
+
+
+def _fold(layers: Sequence[_Layer], config: ModelConfig) -> tuple[Table, float]:
+    """Rows of the embedding and all blocks, and the factor that is left for the head.
+
+    Our residual only adds. Let ``x = c y``, where ``c`` starts at 1 and each layer multiplies it by its ``keep``: then
+    ``y <- y + write / (c keep) f``, and the head reads ``c y``. Without norms ``f`` reads ``c y`` by weights that take
+    the factor ``c``. A norm must read ``x`` itself, because of its eps, so there the next block's ``lambdas``, ``(c,
+    0)``, bring ``c`` back to 1. Exact; QK biases are not scaled. Attention or MLP that a block lacks is zero.
+    """
+    d, h, normed = config.d_model, config.d_hidden, config.norm == "rms"
+    qk = [f"{name}{branch}" for branch in ("1", "2")[: config.n_qk] for name in ("q", "k")]
+    parts: dict[str, dict[str, tuple[int, int]]] = {}
+    if config.attention != "none":
+        parts["attn"] = dict.fromkeys((*qk, "v", "o"), (d, d))
+    if config.mlp != "none":
+        parts["mlp"] = {"l": (h, d), "r": (h, d), "d": (d, h)}
     flip = flip_rotation(config)
-    table = Table()
+    table, c = Table(), 1.0
     table.add("embed.w_e", "embed.weight", (config.d_vocab, d))
-    for i in range(config.n_layer):
-        ours, theirs = f"blocks.{i}.attn", f"layers.{i}"
-        read = scale((1 - s) ** i if lerp else 1.0)
-        for branch in ("1", "2")[: config.n_qk]:
-            for name in ("q", "k"):
-                key = f"{theirs}.{name}{branch}"
-                table.add(f"{ours}.w_{name}{branch}", f"{key}.weight", (d, d), chain(flip, read))
-                if config.qk_bias:
-                    table.add(f"{ours}.b_{name}{branch}", f"{key}.bias", (d,), flip)
-        table.add(f"{ours}.w_v", f"{theirs}.v.weight", (d, d), read)
-        write = scale(s / (1 - s) ** (i + 1) if lerp else s)
-        table.add(f"{ours}.w_o", f"{theirs}.o.weight", (d, d), write)
-    return table
+    for b, block in enumerate(_blocks(layers, normed=normed)):
+        ours = f"blocks.{b}"
+        if config.x0_mixing:
+            table.fill(f"{ours}.lambdas", partial(torch.tensor, [c, 0.0], dtype=torch.float64))
+            c = 1.0
+        for part, shapes in parts.items():
+            if part not in block:
+                for name, shape in shapes.items():
+                    table.fill(f"{ours}.{part}.w_{name}", partial(torch.zeros, shape, dtype=torch.float64))
+                continue
+            layer, theirs = layers[block[part]], f"layers.{block[part]}"
+            read, c = scale(1.0 if normed else c), c * layer.keep
+            for name, shape in shapes.items():
+                key = f"{theirs}.{name.upper() if part == 'mlp' else name}"
+                fold = scale(layer.write / c) if name in ("o", "d") else read
+                table.add(f"{ours}.{part}.w_{name}", f"{key}.weight", shape, chain(flip, fold) if name in qk else fold)
+                if config.qk_bias and name in qk:
+                    table.add(f"{ours}.attn.b_{name}", f"{key}.bias", (d,), flip)
+    return table, c
 
 
 def read_toy(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
@@ -156,7 +237,7 @@ def read_toy(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str
     return fields.build(
         ModelConfig,
         d_vocab=fields.integer("vocab_size"),
-        n_layer=fields.integer("n_layer"),
+        n_layer=fields.depth("n_layer", shapes),
         n_head=fields.integer("n_head"),
         n_ctx=fields.integer("n_ctx"),
         d_model=fields.integer("d_model"),
@@ -193,7 +274,11 @@ def toy_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> Ta
 
 
 TWO_LAYER = Layout(
-    "two-layer", (r"embed\.weight", r"layers\.0\.q1\.weight", r"unembed\.weight"), read_two_layer, two_layer_table
+    "two-layer",
+    (r"embed\.weight", r"layers\.0\.q1\.weight", r"unembed\.weight"),
+    read_two_layer,
+    two_layer_table,
+    block="model",
 )
-CYCLE = Layout("cycle", (r"embed\.weight", r"layers\.0\.q1\.weight", r"head\.weight"), read_cycle, cycle_table)
+CYCLE = Layout("cycle", (r"embed\.weight", r"layers\.0\.(q1|L)\.weight", r"head\.weight"), read_cycle, cycle_table)
 TOY = Layout("toy", (r"embed\.weight", r"layers\.0\.(attn\.)?c_q\.weight", r"head\.weight"), read_toy, toy_table)
