@@ -9,7 +9,12 @@ from tnlm._lazy import attach
 from tnlm.config import ModelConfig
 
 if TYPE_CHECKING:
-    from tnlm import interp, kernels, lens, released, tokenizer, training  # noqa: F401
+    from tnlm import interp as interp
+    from tnlm import kernels as kernels
+    from tnlm import lens as lens
+    from tnlm import released as released
+    from tnlm import tokenizer as tokenizer
+    from tnlm import training as training
     from tnlm.checkpoint import load, save
     from tnlm.network import Network
     from tnlm.publish import push_to_hub
