@@ -188,7 +188,7 @@ class Extracted:
         return {name: 1 / self.cast(run[name]) for name in names}
 
     def check(self, tokens: Int[Tensor, "batch seq"]) -> float:
-        """Contract the extracted tensors with the norms of the run: max |difference| to the model's logits.
+        """Contract the extracted tensors with the norms of the run: the largest difference to the model's logits.
 
         Exact given the norms of this run. Expect 1e-5 in float32, 1e-10 in float64; anything larger means that the
         tensors are not the model. Cost: one forward, and one contraction head by head.
