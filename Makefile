@@ -6,7 +6,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(PY) -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help demo test test-hosts test-typed compile-kernels check check-all test-gpu types lint notebooks docs pages bench clean
+.PHONY: help demo test test-hosts test-typed compile-kernels check check-all test-gpu types lint notebooks docs pages dist bench clean
 
 help:
 	@echo "make demo       install, train two nano models on a CPU, compare, decompose one, write an HTML page (minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make check      lint, format and types"
 	@echo "make notebooks  execute the notebooks on tiny models"
 	@echo "make docs       build site/ from the docstrings, docs/ and notebooks, offline"
+	@echo "make dist       build wheel and sdist, check them, try the wheel in a fresh environment"
 	@echo "make bench      the CPU benchmarks (tens of minutes)"
 	@echo "make check-all  everything: slow tests, typed run, every kernel target, planted faults, notebooks, docs"
 	@echo "make test-gpu   the tests that need a CUDA device"
@@ -53,9 +54,11 @@ test-hosts: $(VENV)/.test  # what may round differently, as other CPUs would; HO
 compile-kernels: $(VENV)/.test  # ahead of time, without a GPU
 	$(PY) -m tnlm.kernels.triton_compile $(KERNELS)
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev  # the forms of .github against the schemas that check-jsonschema carries: no network
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
 
 types: $(VENV)/.dev
 	$(VENV)/bin/mypy
@@ -69,10 +72,17 @@ notebooks: $(VENV)/.dev
 	TNLM_NOTEBOOK_TINY=1 PLOTLY_RENDERER=plotly_mimetype OMP_NUM_THREADS=1 $(PY) -m pytest -q --nbmake --nbmake-timeout=600 -n 2 notebooks
 
 docs: $(VENV)/.dev
-	$(PY) docs/build.py
+	rm -rf site
+	$(PY) -m sphinx -q -W --keep-going -c docs -d build/doctrees . site
 
 pages: docs  # every page of site/ in a headless browser, light and dark; says so when there is none
 	$(PY) scripts/check_pages.py site
+
+dist: $(VENV)/.dev  # wheel and sdist, checked, and the wheel tried in a fresh environment outside of the checkout
+	rm -rf dist
+	$(PY) -m build
+	$(VENV)/bin/twine check --strict dist/*
+	$(PY) scripts/check_wheel.py dist $(if $(TAG),--tag $(TAG))
 
 bench: $(VENV)/.test
 	for b in attention loading interp train_step; do OMP_NUM_THREADS=1 $(PY) benchmarks/$$b.py || exit 1; done

@@ -40,6 +40,12 @@ def test_help_imports_no_torch(command, arguments):
     assert heavy_after(f"import sys; from {command} import main; assert main({arguments}) == 0") == []
 
 
+@pytest.mark.parametrize("command", ["tnlm.cli", "tnlm.training.cli"])
+def test_version_imports_no_torch(command):
+    code = f"from {command} import main; assert main(['--version']) == main(['--json', '--version']) == 0"
+    assert heavy_after(code) == []
+
+
 def test_training_loads_no_lens_and_every_module_has_one_name():
     code = """
 import importlib, pkgutil, sys, tnlm

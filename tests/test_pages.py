@@ -1,15 +1,19 @@
 """Our pages in a real browser, by ``scripts/check_pages.py``, and that it sees what is wrong with others."""
 
+import html
 import importlib.util
+import inspect
+import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import plotly.graph_objects as go
 import pytest
 import torch
-from plotly.offline import get_plotlyjs
 
 from tests.interp.test_extraction import make
 from tnlm.interp import plot
@@ -63,41 +67,58 @@ def test_a_page_of_ours_has_no_fault(pages, chromium, tmp_path):
     assert light != dark
 
 
-@pytest.fixture(scope="module")
-def build() -> ModuleType:
-    """``docs/build.py``; it needs the tools of the extra ``docs``."""
-    for name in ("pdoc", "markdown2"):
-        pytest.importorskip(name, reason='the docs tools are not installed: pip install -e ".[docs]"')
-    return load_script("docs/build")
-
-
-def test_report_comparison_and_notebooks_have_no_fault(pages, chromium, build, tmp_path):
-    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
-    (tmp_path / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
-    for path in notebooks:
-        build.write(tmp_path / f"{path.stem}.html", path.stem, "", build.notebook_body(path), script=True)
+def test_report_and_comparison_have_no_fault(pages, chromium, tmp_path):
     report(make(), tmp_path / "report.html", tokens=torch.randint(0, 11, (2, 8)), progress=False)
     curves = ROOT / "tests" / "training" / "speedrun_curves.csv"
     result = compare_arms(load_curves(curves, ["short"]), load_curves(curves, ["long"]), Options(draws=200))
     write_comparison_page(result, tmp_path / "compare.html")
     seen = pages.check(chromium, sorted(tmp_path.glob("*.html")), figures=1)
-    assert len(seen) == len(notebooks) + 2
+    assert {page.name: what.faults for page, what in seen.items()} == {"report.html": [], "compare.html": []}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The documentation, built as `make docs` builds it: a warning of Sphinx is an error."""
+    for name in ("sphinx", "furo", "myst_nb"):
+        pytest.importorskip(name, reason='the docs tools are not installed: pip install -e ".[docs]"')
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", "-d", f"{out}/doctrees"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, ".", f"{out}/html"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out / "html"
+
+
+@pytest.mark.parametrize("package", ["tnlm", "tnlm.interp", "tnlm.training", "tnlm.kernels", "tnlm.lens"])
+def test_the_reference_has_every_public_name_with_its_docstring(site, package):
+    """Names that are imported on first use too: signature and the docstring's first words stand on the page."""
+    page = (site / "docs" / "api" / f"{package}.html").read_text(encoding="utf-8")
+    module = importlib.import_module(package)
+    for name in getattr(module, "__all__", ["hook", "HookedModel"]):
+        _, entry = page.split(f'id="{package}.{name}"')
+        thing = getattr(module, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            words = re.findall(r"\w+", html.unescape(re.sub(r"<[^>]+>", " ", entry)))
+            first = re.findall(r"\w+", re.split(r":\w+:`", thing.__doc__ or "")[0])[:5]
+            assert first, f"{name} has no docstring"
+            assert " ".join(first) in " ".join(words), name
+            assert inspect.isclass(thing) or set(inspect.signature(thing).parameters) <= set(words), name
+
+
+def test_the_site_can_be_searched_without_a_server(site):
+    """The index is a script: a browser refuses to fetch from the disk."""
+    assert 'src="searchindex.js"' in (site / "search.html").read_text(encoding="utf-8")
+    assert "explain" in (site / "searchindex.js").read_text(encoding="utf-8")
+
+
+def test_pages_of_the_site_have_no_fault(pages, chromium, site):
+    """Notebooks with figures, the longest page of the reference, and those where code, tables and search stand."""
+    notebooks = [page.resolve() for page in sorted((site / "notebooks").glob("0*.html"))]
+    assert len(notebooks) == len(list((ROOT / "notebooks").glob("*.ipynb")))
+    others = ["index", "README", "search", "docs/index", "docs/cli", "docs/api/tnlm.interp"]
+    seen = pages.check(chromium, [*notebooks, *(site / f"{name}.html" for name in others)])
     assert {page.name: what.faults for page, what in seen.items() if what.faults} == {}
-
-
-def test_the_api_reference_is_readable_in_light_and_dark(pages, chromium, build, tmp_path, monkeypatch):
-    """One module with decorators, strings, numbers and defaults stands for all."""
-    monkeypatch.setattr(build.pkgutil, "walk_packages", lambda *_: [SimpleNamespace(name="tnlm.sampling")])
-    build.api_reference(tmp_path)
-    files = [tmp_path / "tnlm.html", tmp_path / "tnlm" / "sampling.html"]
-    seen = pages.check(chromium, files, screenshots=tmp_path)
-    assert [what.faults for what in seen.values()] == [[], []]
-    assert (tmp_path / "sampling-dark.png").read_bytes() != (tmp_path / "sampling-light.png").read_bytes()
-
-
-def test_words_keep_only_links_that_lead_somewhere(build):
-    body = '<h2 id="a">A</h2><a href="#a">A</a> <a href="#b"><code>b</code></a> <a class="x" href="#b">#</a>'
-    assert build.without_dead_links(body) == body.replace('<a href="#b"><code>b</code></a>', "<code>b</code>")
+    assert all(seen[page].figures >= 1 for page in notebooks)
 
 
 def test_faults_are_seen(pages, chromium, tmp_path):

@@ -3,6 +3,7 @@
 import hashlib
 import math
 
+import pytest
 import torch
 
 from tests.limits import assert_close

@@ -1,5 +1,6 @@
 """Tokenizers: known ids, exact round trips, and one rule each for special text, BOS, Unicode and bad ids."""
 
+import base64
 import hashlib
 import importlib.util
 import json
@@ -199,6 +200,27 @@ class TestSearchOrder:
 
     def test_a_path(self, vocabulary):
         assert tokenizers.get(vocabulary).name == tokenizers.get(vocabulary.parent).name == "gpt2"
+
+    def test_tiktokens_rank_file_gives_the_same_ids(self, vocabulary, tmp_path):
+        """``r50k_base.tiktoken`` written from ``vocab.bpe``, in any order of lines, found by path and in the cache."""
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        codes = printable + [byte for byte in range(256) if byte not in printable]
+        as_byte = {chr(byte if byte in printable else 256 + i - len(printable)): byte for i, byte in enumerate(codes)}
+        merges = vocabulary.read_text(encoding="utf-8").split("\n")[1:-1]
+        tokens = [bytes([byte]) for byte in codes]
+        tokens += [bytes(as_byte[char] for char in merge.replace(" ", "")) for merge in merges]
+        lines = [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
+        path = tmp_path / "r50k_base.tiktoken"
+        path.write_bytes(b"".join(lines))  # its sha256, which `get` compares, is that of the published file
+        expected = tokenizers.get(vocabulary)
+        read = tokenizers.get(path)
+        assert (read.hash, read.eot) == (expected.hash, 50256)
+        assert read.encode("Hello world! FineWeb") == [15496, 995, 0, 17867, 13908]
+        assert tokenizers._gpt2(b"".join(reversed(lines))).hash == expected.hash
+        cached = tmp_path / "cache" / "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"
+        cached.parent.mkdir()
+        path.rename(cached)
+        assert tokenizers.get("gpt2").hash == expected.hash
 
     def test_the_cache_by_its_file_name_and_hash(self, vocabulary, tmp_path):
         cached = tmp_path / "cache" / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"

@@ -3,12 +3,18 @@
 The names below are imported on first use: ``import tnlm`` itself imports no torch.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tnlm._lazy import attach
 from tnlm.config import ModelConfig
 
 if TYPE_CHECKING:
+    from tnlm import interp as interp
+    from tnlm import kernels as kernels
+    from tnlm import lens as lens
+    from tnlm import released as released
+    from tnlm import tokenizer as tokenizer
+    from tnlm import training as training
     from tnlm.checkpoint import load, save
     from tnlm.network import Network
     from tnlm.publish import push_to_hub
@@ -17,26 +23,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_LAZY = {
-    "Network": "tnlm.network",
-    "Transformer": "tnlm.transformer",
-    "generate": "tnlm.sampling",
-    "load": "tnlm.checkpoint",
-    "push_to_hub": "tnlm.publish",
-    "save": "tnlm.checkpoint",
+_HOMES = {
+    "tnlm.checkpoint": ("load", "save"),
+    "tnlm.network": ("Network",),
+    "tnlm.publish": ("push_to_hub",),
+    "tnlm.sampling": ("generate",),
+    "tnlm.transformer": ("Transformer",),
 }
 _SUBMODULES = ("interp", "kernels", "lens", "released", "tokenizer", "training")
 
 __all__ = ["ModelConfig", "Network", "Transformer", "generate", "load", "push_to_hub", "save"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    if name in _SUBMODULES:
-        return importlib.import_module(f"tnlm.{name}")
-    raise AttributeError(f"module 'tnlm' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = attach(__name__, _HOMES, _SUBMODULES)

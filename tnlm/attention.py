@@ -54,7 +54,7 @@ class Attention(nn.Module):
         self.kind = config.attention
         self.implementation: Implementation = implementation
         self.n_head, self.d_model, self.d_head = config.n_head, config.d_model, config.d_head
-        self.d_qk: int = config.d_qk  # type: ignore[assignment]
+        self.d_qk: int = config.d_qk
         self.rotary_base, self.rotary_table_dtype = config.rotary_base, getattr(torch, config.rotary_table_dtype)
         self.branches = ("1", "2")[: config.n_qk]
         new: dict[str, Any] = {"dtype": dtype, "device": device}

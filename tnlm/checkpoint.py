@@ -304,7 +304,7 @@ def _check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype == "checkpoint":
         return None
     if dtype in _DTYPES:
-        return dtype  # type: ignore[return-value]
+        return dtype
     names = ", ".join(map(str, _DTYPES))
     raise ValueError(f'dtype must be one of {names}, "checkpoint" or None (float32), got {dtype!r}')
 

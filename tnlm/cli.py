@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tnlm.command import Command, ModelCommand, TextCommand, guarded, load_model, print_record
+from tnlm.command import Command, ModelCommand, TextCommand, guarded, load_model, print_record, print_version
 from tnlm.vocabulary import encode_prompt, find_tokenizer, folders_of, one_token, saved_tokenizer, source_of
 
 if TYPE_CHECKING:
@@ -398,9 +398,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    if print_version("tnlm", argv):
+        return OK
     try:
         command: Command = tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="tnlm", description="Tensor-network language models, opened.", args=argv
+            COMMANDS,
+            prog="tnlm",
+            description="Tensor-network language models, opened. --version [--json] tells what is installed.",
+            args=argv,
         )
     except SystemExit as stop:
         print_record()

@@ -2,13 +2,17 @@
 
 import json as jsonlib
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import tyro
+
+import tnlm
 
 if TYPE_CHECKING:
     from tnlm.transformer import Transformer
@@ -31,6 +35,41 @@ def guarded(program: str, run: Callable[[], int]) -> int:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             os.dup2(nowhere, stream.fileno())
         return UNREAD
+
+
+REPORTED = (
+    "torch triton numpy scipy transformer-lens transformers tokenizers tiktoken safetensors huggingface-hub einops "
+    "opt-einsum jaxtyping plotly tyro"
+).split()
+"""Packages whose versions ``--version --json`` lists."""
+
+
+def versions() -> dict[str, Any]:
+    """What is installed, as a bug report needs it; null where a package is absent. Read without importing any."""
+    packages: dict[str, str | None] = {}
+    for name in REPORTED:
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            packages[name] = None
+    return {
+        "tnlm": tnlm.__version__,
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "platform": platform.platform(),
+        "packages": packages,
+    }
+
+
+def print_version(program: str, argv: Sequence[str] | None) -> bool:
+    """Answer ``--version``, as one JSON record with ``--json``; False if the arguments ask for something else."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if "--version" not in arguments or not {*arguments} <= {"--version", "--json"}:
+        return False
+    if "--json" not in arguments:
+        print(f"{program} {tnlm.__version__}")
+    print_record(versions() if "--json" in arguments else None)
+    return True
 
 
 def print_record(record: dict[str, Any] | None = None) -> None:

@@ -89,7 +89,7 @@ def cross_entropy(
     windows = _windows(tokens, model.config, seq=seq, rows=rows)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if byte_lengths is not None and len(byte_lengths) < model.config.d_vocab_used:  # type: ignore[operator]
+    if byte_lengths is not None and len(byte_lengths) < model.config.d_vocab_used:
         raise ValueError(
             f"byte_lengths must cover d_vocab_used={model.config.d_vocab_used} ids, got {len(byte_lengths)}; "
             "is this the model's tokenizer?"

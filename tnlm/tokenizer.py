@@ -282,7 +282,9 @@ def _gpt2(data: bytes) -> Tokenizer:
         tokens = [bytes([byte]) for byte in to_byte.values()]
         for line in data.decode().split("\n")[1:-1]:
             tokens.append(bytes(to_byte[char] for char in line.replace(" ", "")))
-    else:  # r50k_base.tiktoken: base64 of the token and its rank
+    else:
+        # r50k_base.tiktoken: base64 of the token and its rank. tiktoken's own loader is not used: it takes no bytes but
+        # a path, copies the file into its cache, and fails where that cannot be written.
         pairs = [line.split() for line in data.splitlines()]
         tokens = [base64.b64decode(token) for token, _ in sorted(pairs, key=lambda pair: int(pair[1]))]
     return Tokenizer("gpt2", tokens, eot=True)

@@ -191,7 +191,7 @@ class Transformer(nn.Module):
             base=config.rotary_base,
             dtype=dtype,
             device=x0.device,
-            start=start,  # type: ignore[arg-type]
+            start=start,
         )
         x, v_first = x0, None
         for i, block in enumerate(self.blocks):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.stats import ttest_ind, ttest_rel
+from scipy.stats import t, ttest_ind, ttest_rel
 
 from tests.limits import assert_close
 from tests.training.small import small_config
@@ -343,6 +343,38 @@ class TestPaired:
         assert mine.p == pytest.approx(pairs.pvalue)
         np.testing.assert_allclose([mine.low, mine.high], pairs.confidence_interval(0.95), rtol=1e-9)
         assert mine.p_worse == pytest.approx(ttest_rel(b - 0.4, a, alternative="less").pvalue)
+
+    def test_differences_by_the_formulas_of_the_books(self):
+        """Welch's t with Satterthwaite's degrees of freedom, and z, written out."""
+        a, b, margin = np.array([3.0, 3.2, 2.9]), np.array([3.1, 3.5, 3.3, 3.2, 3.3]), 0.05
+        parts = a.var(ddof=1) / 3, b.var(ddof=1) / 5
+        error = math.sqrt(sum(parts))
+        freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 4)
+        gap, reach = b.mean() - a.mean(), t.ppf(0.95, freedom) * error
+        mine = cs.difference(a, b, paired=False, confidence=0.9, margin=margin, sigma=9.0)
+        expected = [
+            gap,
+            gap - reach,
+            gap + reach,
+            2 * t.sf(gap / error, freedom),
+            t.cdf((gap - margin) / error, freedom),
+        ]
+        got = [mine.value, mine.low, mine.high, mine.p, mine.p_worse]
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+        one = cs.difference(a[:1], b, paired=False, confidence=0.9, margin=margin, sigma=0.1)
+        gap, error = b.mean() - 3.0, 0.1 * math.sqrt(1 + 1 / 5)
+        expected = [gap - 1.6448536269514722 * error, math.erfc(gap / error / math.sqrt(2))]
+        np.testing.assert_allclose([one.low, one.p], expected, rtol=0, atol=1e-12)
+        assert one.p_worse == pytest.approx(1 - math.erfc((gap - margin) / error / math.sqrt(2)) / 2, abs=1e-12)
+
+    @pytest.mark.parametrize("paired", [True, False])
+    def test_runs_without_spread(self, paired):
+        same, other = np.full(3, 3.0), np.full(3, 2.0)
+        equal = cs.difference(same, same, paired=paired, confidence=0.95, margin=0.1)
+        assert (equal.low, equal.high, equal.p, equal.p_worse) == (0.0, 0.0, 1.0, 0.0)
+        worse = cs.difference(other, same, paired=paired, confidence=0.95, margin=0.1)
+        assert (worse.low, worse.high, worse.p, worse.p_worse) == (1.0, 1.0, 0.0, 1.0)
+        assert cs.difference(same, same, paired=paired, confidence=0.95, margin=0.0).p_worse == 1.0
 
     def test_branches_of_one_trunk_are_one_seed(self):
         """Four horizons of one seed each time are three draws, not twelve."""

@@ -69,9 +69,9 @@ def evaluate_tasks(
         limit=limit,
         log_samples=False,
         bootstrap_iters=1000,
-        random_seed=None,  # type: ignore[arg-type]
-        numpy_random_seed=None,  # type: ignore[arg-type]
-        torch_random_seed=None,  # type: ignore[arg-type]
+        random_seed=None,
+        numpy_random_seed=None,
+        torch_random_seed=None,
     )
     return {task: _numbers(scores) for task, scores in results["results"].items()}
 

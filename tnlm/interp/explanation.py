@@ -70,7 +70,7 @@ class Explanation:
     logit: float
     """The explained quantity: the target's logit before the softcap, minus the foil's."""
     rows: tuple[Row, ...]
-    """By falling |value|."""
+    """By falling absolute value."""
     _net: Extracted
     _writes: dict[tuple[Any, ...], Callable[[], Tensor]] = field(repr=False)
     _scale: Tensor

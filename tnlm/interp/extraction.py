@@ -107,12 +107,12 @@ class Extracted:
     @property
     def tokens(self) -> range:
         """Ids that text can contain."""
-        return range(self.config.d_vocab_used)  # type: ignore[arg-type]
+        return range(self.config.d_vocab_used)
 
     @property
     def pad_tokens(self) -> range:
         """Rows that only pad the vocabulary; rankings leave them out."""
-        return range(self.config.d_vocab_used, self.config.d_vocab)  # type: ignore[arg-type]
+        return range(self.config.d_vocab_used, self.config.d_vocab)
 
     def check_prompt(self, what: str, tokens: Int[Tensor, " seq"], **ids: int) -> None:
         """Raise ValueError unless ``tokens`` are one prompt of this model and the named ``ids`` stand for text."""

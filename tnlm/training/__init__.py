@@ -1,7 +1,6 @@
 """Training: data, optimisers, the loop and the comparison. Names are imported on first use, torch only then."""
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 if __name__ != "tnlm.training":
     raise ImportError(
@@ -9,30 +8,46 @@ if __name__ != "tnlm.training":
         "for the reader"
     )
 
-_LAZY = {
-    "Corpus": "tnlm.training.corpus",
-    "Loader": "tnlm.training.data",
-    "Muon": "tnlm.training.muon",
-    "Schedule": "tnlm.training.schedule",
-    "TrainConfig": "tnlm.training.presets",
-    "TokenStream": "tnlm.training.data",
-    "Validation": "tnlm.training.data",
-    "compare_arms": "tnlm.training.compare",
-    "embedded_corpus": "tnlm.training.corpus",
-    "load_run": "tnlm.training.runs",
-    "preset": "tnlm.training.presets",
-    "train": "tnlm.training.loop",
-    "write_shard": "tnlm.training.shards",
+from tnlm._lazy import attach
+
+if TYPE_CHECKING:
+    from tnlm.training.compare import compare_arms
+    from tnlm.training.corpus import Corpus, embedded_corpus
+    from tnlm.training.data import Loader, TokenStream, Validation
+    from tnlm.training.loop import train
+    from tnlm.training.muon import Muon
+    from tnlm.training.presets import TrainConfig, preset
+    from tnlm.training.runs import load_run
+    from tnlm.training.schedule import Schedule
+    from tnlm.training.shards import write_shard
+
+_HOMES = {
+    "tnlm.training.compare": ("compare_arms",),
+    "tnlm.training.corpus": ("Corpus", "embedded_corpus"),
+    "tnlm.training.data": ("Loader", "TokenStream", "Validation"),
+    "tnlm.training.loop": ("train",),
+    "tnlm.training.muon": ("Muon",),
+    "tnlm.training.presets": ("TrainConfig", "preset"),
+    "tnlm.training.runs": ("load_run",),
+    "tnlm.training.schedule": ("Schedule",),
+    "tnlm.training.shards": ("write_shard",),
 }
 
-__all__ = sorted(_LAZY)
+__all__ = [
+    "Corpus",
+    "Loader",
+    "Muon",
+    "Schedule",
+    "TokenStream",
+    "TrainConfig",
+    "Validation",
+    "compare_arms",
+    "embedded_corpus",
+    "load_run",
+    "preset",
+    "train",
+    "write_shard",
+]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'tnlm.training' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = attach(__name__, _HOMES)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from tnlm.command import guarded, print_record
+from tnlm.command import guarded, print_record, print_version
 from tnlm.training import commands
 from tnlm.training.outcomes import Diverged, Interrupted
 
@@ -39,9 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    if print_version("tnlm-train", argv):
+        return OK
     try:
         command: Any = tyro.cli(
-            Command, prog="tnlm-train", description="Train and compare tensor-network language models.", args=argv
+            Command,
+            prog="tnlm-train",
+            description="Train and compare tensor-network language models. --version [--json] tells what is installed.",
+            args=argv,
         )
     except SystemExit as stop:
         print_record()

@@ -5,8 +5,10 @@ estimate and its draws come from one pass. Steps are updates, losses any decreas
 """
 
 import math
+import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -264,25 +266,32 @@ def difference(
 ) -> Difference:
     """Difference of means: paired t, else Welch's t; with too few runs a z test if ``sigma`` is known, else none."""
     value = float(variant.mean() - base.mean())
-    if paired and len(base) >= 2:
-        gaps = variant - base
-        error, freedom, test = float(gaps.std(ddof=1)) / math.sqrt(len(gaps)), len(gaps) - 1.0, "paired t"
-    elif min(len(base), len(variant)) >= 2:
-        parts = [float(g.var(ddof=1)) / len(g) for g in (base, variant)]
-        error, test = math.sqrt(sum(parts)), "Welch t"
-        shares = sum(p**2 / (len(g) - 1) for p, g in zip(parts, (base, variant)))
-        freedom = sum(parts) ** 2 / shares if shares > 0 else math.inf
-    elif sigma is not None:
-        error, freedom, test = sigma * math.sqrt(1 / len(base) + 1 / len(variant)), math.inf, "z, given sigma"
-    else:
+
+    def t_test(than: float, alternative: str) -> Any:
+        if paired:
+            return stats.ttest_1samp(variant - base, than, alternative=alternative)
+        return stats.ttest_ind(variant - than, base, equal_var=False, alternative=alternative)
+
+    if min(len(base), len(variant)) >= 2:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # runs without spread: p is 0, or nan for no difference
+            both = t_test(0.0, "two-sided")
+            worse = None if margin is None else _p(t_test(margin, "less").pvalue)
+        low, high = (float(end) for end in both.confidence_interval(confidence))
+        return Difference(value, low, high, _p(both.pvalue), worse, "paired t" if paired else "Welch t")
+    if sigma is None:
         return Difference(value, None, None, None, None, "none: one seed")
-    reach = float(stats.t.ppf((1 + confidence) / 2, freedom)) * error
-    t = value / error if error > 0 else math.copysign(math.inf, value) if value else 0.0
-    worse = None
-    if margin is not None:
-        gap = (value - margin) / error if error > 0 else math.copysign(math.inf, value - margin)
-        worse = float(stats.t.cdf(gap, freedom))
-    return Difference(value, value - reach, value + reach, float(2 * stats.t.sf(abs(t), freedom)), worse, test)
+    error = sigma * math.sqrt(1 / len(base) + 1 / len(variant))
+    reach = float(stats.norm.ppf((1 + confidence) / 2)) * error
+    with np.errstate(divide="ignore", invalid="ignore"):
+        z, z_worse = np.divide([value, value - (margin or 0.0)], error)
+    worse = None if margin is None else _p(stats.norm.cdf(z_worse))
+    return Difference(value, value - reach, value + reach, _p(2 * stats.norm.sf(abs(z))), worse, "z, given sigma")
+
+
+def _p(value: float) -> float:
+    """A p value; 1 where it is nan, as for two equal groups without spread: nothing speaks for a difference."""
+    return 1.0 if math.isnan(value) else float(value)
 
 
 def seeds_needed(x: float, *, sigma: float, slope: float, n0: float, power: float = 0.8) -> int:

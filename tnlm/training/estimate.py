@@ -131,6 +131,6 @@ def _activation_bytes(config: TrainConfig, size: int) -> int:
         stream, projections, hidden = 12.0, 6, 3 + model.mlp_gated
     else:
         stream, projections, hidden = 9.0 if model.norm == "rms" else 7.0, 4 if model.qk_norm else 2, 2 + activated
-    attention = projections * model.n_qk * model.n_head * model.d_qk  # type: ignore[operator]
+    attention = projections * model.n_qk * model.n_head * model.d_qk
     block = stream * model.d_model + attention * (model.attention != "none") + hidden * model.d_hidden
     return int(size * model.n_layer * block) + (model.d_vocab * 2 * (size + 2) if half else 0)

@@ -165,7 +165,7 @@ class Trainer:
             raise Diverged(f"{what} at step {self.step + 1}; {self._last_good()}")
         if self.config.clip is not None and norm_value > self.config.clip:
             for p in self.model.parameters():
-                p.grad.mul_(self.config.clip / norm_value)  # type: ignore[union-attr]
+                p.grad.mul_(self.config.clip / norm_value)
         factor, momentum = self.optimizers.step(self.step)
         self.optimizers.zero_grad()
         self.step += 1

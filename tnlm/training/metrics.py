@@ -144,7 +144,7 @@ class Tracking:
     def log(self, kind: str, values: Mapping[str, Any]) -> None:
         numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
         if self._run is not None:
-            self._guard(lambda: self._run.log(numbers))  # type: ignore[union-attr]
+            self._guard(lambda: self._run.log(numbers))
 
     def close(self) -> None:
         if self._run is not None:
