@@ -183,13 +183,14 @@ def _heads_first(x: Tensor) -> Tensor:
 def _share(run: Callable[[Workspace, Group], None], q: Tensor, v: Tensor, n_tiles: int) -> None:
     """Call ``run`` once for every group of heads, on as many threads as torch uses.
 
-    Fewer heads than threads, and other devices, take the groups one after another on the calling thread.
+    With fewer heads than threads, and on other devices, the calling thread takes the groups one after another.
     """
     batch, seq_q, n_head, _ = q.shape
     threads = torch.get_num_threads() if v.device.type == "cpu" and _OPENMP else 1
     tile = max(1, min(CHUNK, seq_q) * v.shape[1])
     limit = TILE_ELEMENTS.get(v.device.type, TILE_ELEMENTS_ELSEWHERE) // tile
-    heads = max(1, min(limit, -(-batch * n_head // threads)))
+    # Rounded down, so that there are as many groups as threads
+    heads = max(1, min(limit, batch * n_head // threads))
     rows, heads = max(1, heads // max(1, n_head)), max(1, min(heads, n_head))
     groups: SimpleQueue[Group] = SimpleQueue()
     for i in range(0, batch, rows):
