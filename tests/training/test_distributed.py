@@ -62,7 +62,9 @@ def close(ours: dict[int, float], theirs: dict[int, float], *, start: int) -> No
 
 def test_two_ranks_are_one_and_resume_as_one(tmp_path):
     """Each rank one micro-batch of two; Muon's matrices are shared out. Then one rank continues what two saved."""
-    config = small_config(tmp_path, "two", steps=12, save_every=6, keep_last=3, tokenizer="bytes")  # so it samples
+    config = small_config(
+        tmp_path, "two", steps=12, warmdown=0.5, save_every=6, keep_last=3, tokenizer="bytes"
+    )  # so it samples
     config = config.replace(model=config.model.replace(d_vocab=256, d_vocab_used=256))
     launched = torchrun(config, tmp_path / "two.json", "--standalone", "--nproc_per_node=2", stderr=subprocess.STDOUT)
     (printed,) = finish(launched)
@@ -88,7 +90,7 @@ def test_two_ranks_are_one_and_resume_as_one(tmp_path):
 
 def test_two_launchers_continue_what_one_rank_saved(tmp_path):
     """Two nodes, as far as torchrun can tell: each launcher starts one rank and they meet at an address."""
-    one = small_config(tmp_path, "one", steps=12, save_every=6, keep_last=3)
+    one = small_config(tmp_path, "one", steps=12, warmdown=0.5, save_every=6, keep_last=3)
     train(one, progress=False)
     config = one.replace(out=str(tmp_path / "nodes"), micro_batch=1)
     shutil.copytree(one.folder, config.folder)
@@ -104,7 +106,7 @@ def test_two_launchers_continue_what_one_rank_saved(tmp_path):
 @pytest.mark.slow
 def test_four_ranks_saved_two_and_one_resume(tmp_path):
     """One sequence per rank, then two micro-batches of one, then one micro-batch of four."""
-    four = small_config(tmp_path, "four", steps=12, save_every=6, keep_last=3, micro_batch=1)
+    four = small_config(tmp_path, "four", steps=12, warmdown=0.5, save_every=6, keep_last=3, micro_batch=1)
     finish(torchrun(four, tmp_path / "four.json", "--standalone", "--nproc_per_node=4"))
     one = four.replace(out=str(tmp_path / "one"), micro_batch=4)
     train(one, progress=False)
