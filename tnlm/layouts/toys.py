@@ -85,7 +85,7 @@ def read_cycle(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: s
     _check_residual(fields, "residual", default="lerp")
     _check_residual(fields, "mlp_residual", default="add")
     # The code that wrote lists made any text but "rms" a norm of attention and none of MLPs
-    norms = {None: "none", False: "none", True: "rms", **({"rms": "rms"} if listed else {})}
+    norms: dict[Any, str] = {None: "none", False: "none", True: "rms", **({"rms": "rms"} if listed else {})}
     norm = fields.choice("norm", norms)
     decided = fields.choice("attention", {"bilinear": "bilinear", "softmax": "softmax"}, "bilinear")
     layers, d_model = _layers(raw), fields.integer("d_model")
