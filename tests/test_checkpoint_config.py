@@ -101,6 +101,7 @@ def test_key_missing_from_a_published_config(tmp_path, key):
         ("n_head", 4, "d_model must be a multiple of n_head, got d_model=30, n_head=4"),
         ("device", "cuda", "unexpected device='cuda'"),
         ("rope_scale", 0.1, r"unexpected rope_scale=0\.1"),
+        ("variant", "gated", "unexpected variant='gated'"),
     ],
 )
 @pytest.mark.parametrize("published", [True, False])

@@ -434,6 +434,19 @@ def test_toy_layouts_refuse_what_they_cannot_hold(tmp_path, name, change, messag
         tnlm.load(folder)
 
 
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "name, key", [("cycle_layout/lerp", "embed.weight"), ("published_toys/spec_attn_mlp_attn", "layers.1.L.weight")]
+)
+def test_scalar_in_place_of_a_matrix_is_named(tmp_path, name, key):
+    source = recorded(name)
+    copy_tree(source, tmp_path)
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    torch.save({**state, key: torch.tensor(1.0)}, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=rf"wrong shape {key} \(\) instead of"):
+        tnlm.load(tmp_path)
+
+
 def copy_tree(source: Path, target: Path) -> None:
     for path in source.rglob("*"):
         if path.is_file():

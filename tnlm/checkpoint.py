@@ -238,22 +238,23 @@ def _describe(
 ) -> tuple[Layout, ModelConfig, dict[str, Any]]:
     """Layout and architecture, from config and keys together; and the part of the config that describes the model."""
     layout = layouts.recognise(list(stored.tensors), label=found.label)
+    block = layout.block
     if stored.config is not None:
         raw, source = stored.config, f"config in {found.weights}"
     elif found.config is not None:
         raw, source = read_json(found.config), str(found.config)
-        block = "config" if found.config.name == "history.json" else layout.block
-        if block is not None:
-            if not isinstance(raw.get(block), dict):
-                raise ValueError(f"{source} must hold a block {block!r}, got the keys {', '.join(raw) or 'none'}")
-            raw, source = raw[block], f"{source}, block {block}"
+        block = "config" if found.config.name == "history.json" else block
     elif overrides:
-        raw, source = {}, "overrides"
+        raw, source, block = {}, "overrides", None
     else:
         raise ValueError(
             f"{found.label} has no config.json beside it, and the {layout.name} layout needs one; "
             "overrides={...} can say all that it would"
         )
+    if block is not None:
+        if not isinstance(raw.get(block), dict):
+            raise ValueError(f"{source} must hold a block {block!r}, got the keys {', '.join(raw) or 'none'}")
+        raw, source = raw[block], f"{source}, block {block}"
     replaced = sorted(key for key in overrides if key in raw and raw[key] != overrides[key])
     if replaced:
         changes = ", ".join(f"{key}={raw[key]!r} by {overrides[key]!r}" for key in replaced)

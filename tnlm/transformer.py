@@ -61,8 +61,15 @@ class Block(nn.Module):
             self.hook_resid_mid = Point()
             self.ln2 = _norm(config)
             width, hidden = config.d_model, config.d_hidden
-            biases = {"bias": config.mlp_bias, "hidden_bias": config.mlp_hidden_bias}
-            self.mlp = MLP(kind=config.mlp, d_in=width, d_hidden=hidden, d_out=width, **biases, **new)
+            self.mlp = MLP(
+                kind=config.mlp,
+                bias=config.mlp_bias,
+                hidden_bias=config.mlp_hidden_bias,
+                d_in=width,
+                d_hidden=hidden,
+                d_out=width,
+                **new,
+            )
             self.hook_mlp_out = Point()
         self.hook_resid_post = Point()
 

@@ -21,6 +21,15 @@ def test_published_momentum(step, mu):
     assert_close(PUBLISHED.momentum(step), mu)
 
 
+def test_every_update_of_the_published_run_has_the_published_bits():
+    """``get_lr`` and the momentum's ``(1 - frac) * 0.85 + frac * 0.95``, ``frac = min(step / 500, 1)``."""
+    steps, down = 3242 * 3, 926 * 4
+    for t in range(steps + 1):
+        assert PUBLISHED.lr_factor(t) == (1.0 if t < steps - down else (steps - t) / down)
+        frac = min(t / 500, 1)
+        assert PUBLISHED.momentum(t) == (1 - frac) * 0.85 + frac * 0.95
+
+
 def test_warm_up_ends_at_the_full_rate():
     schedule = Schedule(steps=10, warmdown_steps=4, warmup_steps=3)
     factors = [schedule.lr_factor(t) for t in range(10)]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tnlm.config import ModelConfig
 from tnlm.layouts.published import check_asked
-from tnlm.layouts.table import Fields, Layout, Shapes, Table, chain, flip_rotation, scale
+from tnlm.layouts.table import Fields, Layout, Shapes, Table, chain, flip_rotation, rows_of, scale
 from tnlm.rotary import rotary_frequencies
 
 GATES = {None: "bilinear", "silu": "swiglu", "relu": "reglu", "gelu": "geglu"}
@@ -29,7 +29,7 @@ def read_config(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: 
     norm, bias = fields.flag("normalization"), fields.flag("bias")
     return fields.build(
         ModelConfig,
-        d_vocab=shapes["transformer.wte.weight"][0],
+        d_vocab=rows_of(shapes, "transformer.wte.weight"),
         n_layer=fields.depth("n_layer", shapes),
         n_head=fields.integer("n_head"),
         n_ctx=fields.integer("n_ctx"),

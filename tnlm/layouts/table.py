@@ -15,13 +15,12 @@ Shapes = Mapping[str, Sequence[int]]
 TIE = "tie_word_embeddings"
 
 BOOKKEEPING = frozenset(
-    "name variant topology qdist localmix stutter_p seed lr learning_rate weight_decay optimizer warmup batch "
-    "batch_size steps n_steps num_steps num_batches epochs n_params dataset tokenizer repo date commit notes "
-    "final_train_loss final_val_loss train_loss val_loss".split()
+    "name seed lr learning_rate weight_decay optimizer warmup batch batch_size steps n_steps num_steps num_batches "
+    "epochs n_params dataset tokenizer repo date commit notes train_loss val_loss final_train_loss "
+    "final_val_loss".split()
 )
-"""What public configs say of data, training and results. None of it is read when a model is built: all of these that
-a layout does not list itself are named in one warning, while any other unknown key is refused, since it may change the
-function."""
+"""What public configs say of data, training and results, which no code reads when it builds a model. Those that a
+layout does not list itself are named in one warning; any other unknown key is refused: it may change the function."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,11 @@ class Table:
         return fold(*(tensors[key].double() for key in keys))
 
 
+def rows_of(shapes: Shapes, key: str, default: int = 1) -> int:
+    """First axis of a stored matrix; the default where there is none, which :meth:`Table.check` then names."""
+    return next(iter(shapes.get(key, ())), default)
+
+
 def _same_shape(found: Sequence[int], want: Sequence[int]) -> bool:
     """Equal, where a scalar may also be stored with one axis, and the other way round."""
     return tuple(found) == tuple(want) or {tuple(found), tuple(want)} == {(), (1,)}
@@ -118,14 +122,24 @@ class Fields:
         source: Names the file in errors.
         required, optional: The keys the layout has.
         ignored: Keys that say nothing about the function, such as training statistics.
+        bookkeeping: The same, but named in the warning, as those of :data:`BOOKKEEPING` are.
 
     Raises:
         ValueError: A key is missing or unknown; here and in every accessor, naming key, value and file.
     """
 
-    def __init__(self, raw: Mapping[str, Any], source: str, *, required: str, optional: str = "", ignored: str = ""):
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        source: str,
+        *,
+        required: str,
+        optional: str = "",
+        ignored: str = "",
+        bookkeeping: str = "",
+    ) -> None:
         known = {*required.split(), *optional.split(), *ignored.split(), TIE}
-        dropped = {k for k in raw if k not in known and k in METADATA_KEYS | BOOKKEEPING}
+        dropped = (raw.keys() - known) & {*METADATA_KEYS, *BOOKKEEPING, *bookkeeping.split()}
         warn_dropped(sorted(dropped), source)
         missing = [k for k in required.split() if k not in raw]
         unknown = [f"{k}={raw[k]!r}" for k in raw if k not in known | dropped]

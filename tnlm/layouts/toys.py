@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tnlm.config import ModelConfig
 from tnlm.layouts.published import check_asked
-from tnlm.layouts.table import Fields, Layout, Shapes, Table, chain, flip_rotation, scale
+from tnlm.layouts.table import Fields, Layout, Shapes, Table, chain, flip_rotation, rows_of, scale
 
 PURE = {
     "norm": "none",
@@ -77,6 +77,7 @@ def read_cycle(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: s
         required="spec d_model n_head" if listed else "n_layer d_model",
         optional=f"n_ctx scale norm residual attention {own}",
         ignored="n_params",
+        bookkeeping="topology variant qdist localmix stutter_p",
     )
     if listed:
         _check_spec(fields, shapes)
@@ -84,8 +85,8 @@ def read_cycle(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: s
         fields.depth("n_layer", shapes)
     _check_residual(fields, "residual", default="lerp")
     _check_residual(fields, "mlp_residual", default="add")
-    # The code that wrote lists made any text but "rms" a norm of attention and none of MLPs
-    norms = {None: "none", False: "none", True: "rms", **({"rms": "rms"} if listed else {})}
+    # The text "none" is refused: the code that wrote lists read it as a norm of attention and as none of MLPs
+    norms: dict[Any, str] = {None: "none", False: "none", True: "rms", **({"rms": "rms"} if listed else {})}
     norm = fields.choice("norm", norms)
     decided = fields.choice("attention", {"bilinear": "bilinear", "softmax": "softmax"}, "bilinear")
     layers, d_model = _layers(raw), fields.integer("d_model")
@@ -95,11 +96,11 @@ def read_cycle(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: s
     check_asked(decided, attention, source)
     hidden = 0
     if "mlp" in kinds:
-        encoder = shapes.get(f"layers.{kinds.index('mlp')}.L.weight", (4 * d_model,))
-        hidden = fields.integer("d_hidden", encoder[0])
+        encoder = f"layers.{kinds.index('mlp')}.L.weight"
+        hidden = fields.integer("d_hidden", rows_of(shapes, encoder, 4 * d_model))
     return fields.build(
         ModelConfig,
-        d_vocab=fields.integer("vocab" if listed else "n_vocab", shapes["embed.weight"][0]),
+        d_vocab=fields.integer("vocab" if listed else "n_vocab", rows_of(shapes, "embed.weight")),
         n_layer=len(_blocks(layers, normed=norm == "rms")),
         n_head=fields.integer("n_head", 1),
         d_model=d_model,
@@ -229,11 +230,9 @@ def read_toy(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str
     fields.refuse("use_bilinear_attn", True, "the variant with one query-key pair is not supported")
     check_asked("bilinear", attention, source)
     mlp = fields.choice("model_type", {"attention_only": "none", "transformer": "bilinear"})
-    projection = shapes.get("layers.0.bilinear.proj1.weight")
-    if mlp == "bilinear" and projection is None:
-        raise ValueError(
-            f"{source} says model_type='transformer', but the file holds no layers.0.bilinear.proj1.weight"
-        )
+    projection = "layers.0.bilinear.proj1.weight"
+    if mlp == "bilinear" and projection not in shapes:
+        raise ValueError(f"{source} says model_type='transformer', but the file holds no {projection}")
     return fields.build(
         ModelConfig,
         d_vocab=fields.integer("vocab_size"),
@@ -241,7 +240,7 @@ def read_toy(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str
         n_head=fields.integer("n_head"),
         n_ctx=fields.integer("n_ctx"),
         d_model=fields.integer("d_model"),
-        d_hidden=projection[0] if mlp == "bilinear" and projection else 0,
+        d_hidden=rows_of(shapes, projection) if mlp == "bilinear" else 0,
         mlp=mlp,
         attention="bilinear",
         **{
