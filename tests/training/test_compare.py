@@ -535,6 +535,7 @@ class TestRunFolders:
         }
         start = {
             "kind": "start",
+            "step": 0,
             "recipe": "replication",
             "n_params": 1000,
             "flops_per_token": 6000,
@@ -583,7 +584,7 @@ class TestRunFolders:
         with pytest.raises(ValueError, match="must hold a start event"):
             load_run(folder)
         metrics.write_text("[1]\n")
-        with pytest.raises(ValueError, match="must be an event with a kind"):
+        with pytest.raises(ValueError, match=r"metrics.jsonl line 1 must be a JSON object with kind and step"):
             load_run(folder)
         metrics.unlink()
         with pytest.raises(ValueError, match=r"must hold metrics.jsonl"):
