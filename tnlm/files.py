@@ -158,7 +158,7 @@ def _flock(descriptor: int, what: str) -> None:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        _warn_of_no_lock(what, error.strerror)
+        _warn_of_no_lock(what, os.strerror(error.errno))
 
 
 def _warn_of_no_lock(what: str, why: str) -> None:
