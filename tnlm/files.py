@@ -65,7 +65,7 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hexadecimal sha256 of a file; about a second per gigabyte."""
+    """Hexadecimal sha256 of a file; one or two seconds per gigabyte."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -103,8 +103,8 @@ def find_defect(folder: Path, *, contents: bool = False) -> str | None:
 def lock(path: Path, *, what: str) -> Iterator[None]:
     """Hold a lock file for the time of a block, and remove it afterwards.
 
-    The kernel holds the lock, so the death of this process releases it, whatever is left of the file. On a file system
-    without locks the block runs without one, with a warning.
+    The kernel holds the lock, so the death of this process releases it, whatever is left of the file. Where there are
+    no locks (some network file systems, Windows) the block runs without one, with a warning.
 
     Args:
         what: What must not be used by two processes at once, for the error.
@@ -113,11 +113,15 @@ def lock(path: Path, *, what: str) -> Iterator[None]:
         ValueError: Another process holds it; names process, host and start.
         OSError: The file cannot be made.
     """
+    if fcntl is None:
+        _warn_of_no_lock(what, "this system has no flock")
+        yield
+        return
     descriptor = _acquire(path, what)
     try:
         facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(facts).encode(), 0)
+        os.write(descriptor, json.dumps(facts).encode())
         yield
     finally:
         try:
@@ -148,15 +152,17 @@ def _acquire(path: Path, what: str) -> int:
 
 def _flock(descriptor: int, what: str) -> None:
     try:
-        if fcntl is None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"{what} is in use by {_holder(descriptor)}; wait for its end, or stop it") from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        warnings.warn(f"{what} cannot be locked ({error.strerror}): nothing keeps a second process out", stacklevel=5)
+        _warn_of_no_lock(what, os.strerror(error.errno))
+
+
+def _warn_of_no_lock(what: str, why: str) -> None:
+    warnings.warn(f"{what} cannot be locked ({why}): nothing keeps a second process out", stacklevel=6)
 
 
 def _holder(descriptor: int) -> str:

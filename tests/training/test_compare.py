@@ -591,6 +591,7 @@ class TestRunFolders:
         config = small_config(tmp_path, seed=3, implementation="eager").with_model(attention="softmax").to_dict()
         start = {
             "kind": "start",
+            "step": 0,
             "recipe": "replication",
             "n_params": 1000,
             "flops_per_token": 6000,
@@ -639,7 +640,7 @@ class TestRunFolders:
         with pytest.raises(ValueError, match="must hold a start event"):
             load_run(folder)
         metrics.write_text("[1]\n")
-        with pytest.raises(ValueError, match="must be an event with a kind"):
+        with pytest.raises(ValueError, match=r"metrics.jsonl line 1 must be a JSON object with kind and step"):
             load_run(folder)
         metrics.unlink()
         with pytest.raises(ValueError, match=r"must hold metrics.jsonl"):

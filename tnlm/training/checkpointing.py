@@ -10,7 +10,7 @@ A checkpoint ``RUN/checkpoints/step_000250/`` holds
 It is written under a temporary name and renamed once complete, and renamed before it is removed, so a kill at any
 moment leaves complete checkpoints and at worst folders that :func:`recover` names and removes at the next start.
 ``RUN/latest`` holds the path of the newest. Sizes are compared whenever a checkpoint is looked for, contents when
-training continues from it or exports it: reading it costs about a second per gigabyte.
+training continues from it or exports it: reading it costs one or two seconds per gigabyte.
 """
 
 import contextlib
