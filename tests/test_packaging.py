@@ -47,6 +47,12 @@ def test_the_extra_docs_declares_what_building_imports(file):
     assert imported(ROOT / file) <= declared
 
 
+def test_all_that_the_package_imports_is_declared():
+    declared = {canonical(r) for r in [*PROJECT["dependencies"], *(r for extra in EXTRAS.values() for r in extra)]}
+    for path in sorted((ROOT / "tnlm").rglob("*.py")):
+        assert imported(path) <= declared, path
+
+
 def test_the_extra_docs_declares_nothing_that_is_not_used():
     """Sphinx names its theme and extensions in its settings; nbclient starts ipykernel."""
     named = (ROOT / "docs" / "conf.py").read_text(encoding="utf-8").replace("_", "-")
