@@ -24,7 +24,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
 """What ``torch.backends.cpu.get_cpu_capability`` says, from narrow to wide, on x86-64."""
-QUICK_TESTS = ["tests/interp", "tests/kernels", "tests/training/test_loop.py", "tests/training/test_muon.py"]
+QUICK_TESTS = ["tests/interp", "tests/test_attention.py", "tests/test_checkpoint_layouts.py"]
+QUICK_TESTS += [f"tests/training/test_{name}.py" for name in ("loop", "muon", "trajectories")]
 
 
 @dataclass(frozen=True)
