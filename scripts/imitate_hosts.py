@@ -24,7 +24,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
 """What ``torch.backends.cpu.get_cpu_capability`` says, from narrow to wide, on x86-64."""
-QUICK_TESTS = ["tests/interp", "tests/kernels", "tests/training/test_loop.py", "tests/training/test_muon.py"]
+TWO_THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}  # the workers share the cores: no spinning
+QUICK_TESTS = ["tests/interp", "tests/test_attention.py", "tests/test_checkpoint_layouts.py"]
+QUICK_TESTS += [f"tests/training/test_{name}.py" for name in ("loop", "muon", "trajectories")]
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Host:
 
 HOSTS = [
     Host("this host", {}, x86=False),
-    Host("two threads", {"OMP_NUM_THREADS": "2"}, x86=False),
+    Host("two threads", TWO_THREADS, x86=False),
     Host("oldest instructions", {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"}, quick=True),
     Host("MKL without AVX-512", {"MKL_CBWR": "AVX2"}, "AVX2"),
     Host("MKL with AVX-512 in one order", {"MKL_CBWR": "AVX512"}, "AVX512"),
@@ -61,7 +63,7 @@ HOSTS = [
     Host("oneDNN without AVX-512", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "AVX2"),
     Host(
         "a CPU with AVX2, two threads",
-        {"MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "2"},
+        {"MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", **TWO_THREADS},
         "AVX2",
         quick=True,
     ),

@@ -80,13 +80,13 @@ def assert_at_most(
     assert_close(over, torch.zeros_like(over), roundings=roundings, scale=scale, dtype=dtype)
 
 
-def assert_within(error: Any, bound: float) -> None:
+def assert_within(error: Any, bound: float, what: str = "error") -> None:
     """Assert ``error <= bound`` where no rounding analysis applies: an iteration that stops, a recorded training run.
 
     The caller says where ``bound`` comes from; ``make test-hosts`` keeps it above three times what any host gives.
     """
-    largest = torch.as_tensor(error, dtype=torch.float64).abs().max().item()
-    _judge(largest / bound, f"{largest:.3e} where at most {bound:.3e} is allowed")
+    largest = torch.as_tensor(error, dtype=torch.float64).abs().nan_to_num(nan=torch.inf).max().item()
+    _judge(largest / bound, f"{what} {largest:.3e} where at most {bound:.3e} is allowed")
 
 
 def _judge(ratio: float, found: str) -> None:

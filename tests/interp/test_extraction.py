@@ -28,7 +28,8 @@ def make(mlp="bilinear", attention="bilinear", *, pure=False, dtype=torch.float6
 @pytest.mark.parametrize("pure", [False, True])
 def test_extracted_tensors_reproduce_the_logits(mlp, attention, pure):
     model = make(mlp, attention, pure=pure, d_qk=4)
-    assert_close(extract(model).check(torch.randint(0, 11, (2, 7))), 0.0, scale=1)
+    # an error of the input grows by the degree, 5 per layer
+    assert_close(extract(model).check(torch.randint(0, 11, (2, 7))), 0.0, scale=1, roundings=4 * ROUNDINGS)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,8 @@ def test_extracted_tensors_reproduce_the_logits(mlp, attention, pure):
 )
 def test_every_switch_is_extracted(changes):
     model = make(d_qk=4, **changes)
-    assert_close(extract(model).check(torch.randint(0, 11, (2, 7))), 0.0, scale=1)
+    # an error of the input grows by the degree, 5 per layer
+    assert_close(extract(model).check(torch.randint(0, 11, (2, 7))), 0.0, scale=1, roundings=4 * ROUNDINGS)
 
 
 @pytest.mark.user_error

@@ -86,7 +86,7 @@ def assert_contract(kind: str, tensors: list[Tensor], grad: Tensor, implementati
     largest, eager = LIMITS[grad.dtype], errors("eager")
     for implementation in implementations:
         for error, reference in zip(eager if implementation == "eager" else errors(implementation), eager, strict=True):
-            assert_within(error, largest)
+            assert_within(error, largest, implementation)
             assert error <= max(2 * reference, largest / 2), implementation
 
 

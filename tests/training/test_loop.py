@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tnlm
-from tests.limits import assert_close
+from tests.limits import ROUNDINGS, assert_close
 from tests.tiny_models import ATTENTIONS, build, ids, tiny
 from tests.training.small import VOCAB, small_config, write_data
 from tnlm.evaluate import cross_entropy
@@ -82,7 +82,8 @@ def test_the_fast_step_has_the_gradients_of_the_plain_one(changes, monkeypatch):
     assert_close(loss.item(), want.item(), roundings=64, dtype=torch.float32)
     scale = max(float(q.grad.abs().max()) for q in plain.parameters())
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(p.grad.double(), q.grad, scale=scale, dtype=torch.float32)
+        # forward, loss and backward: twice the depth of a forward, with sums over the batch too
+        assert_close(p.grad.double(), q.grad, scale=scale, roundings=4 * ROUNDINGS, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("module", ["", "unembed"])
