@@ -38,7 +38,7 @@ $(VENV)/.dev: $(VENV)/.test
 	@touch $@
 
 demo: $(VENV)/.base
-	$(PY) -m tnlm.demo
+	$(PY) -m tnlm.app.demo
 
 test: $(VENV)/.test
 	$(PYTEST) tests

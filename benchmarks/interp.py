@@ -31,9 +31,9 @@ import torch
 
 import tnlm
 from tnlm import interp
-from tnlm.interp.bilinear import BilinearTensor
-from tnlm.interp.spectra import _DENSE_WIDTH, krylov, squared_norms
-from tnlm.interp.statistics import trace_bounds
+from tnlm.interp.layers.bilinear import BilinearTensor
+from tnlm.interp.layers.spectra import _DENSE_WIDTH, krylov, squared_norms
+from tnlm.interp.layers.statistics import trace_bounds
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ["bilinear", "spectra", "vocab", "comparison", "extraction"]

@@ -21,10 +21,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tnlm.files import find_defect, sha256
-from tnlm.training.checkpointing import complete_steps
-from tnlm.training.metrics import read_metrics
-from tnlm.training.toy import write_cycles
+from tnlm.output.files import find_defect, sha256
+from tnlm.training.data.toy import write_cycles
+from tnlm.training.run.checkpointing import complete_steps
+from tnlm.training.run.metrics import read_metrics
 
 STEPS = 200
 SIZES = "--model.d-model 8 --model.n-layer 1 --model.n-head 2 --model.n-ctx 8 --model.d-vocab 16".split()

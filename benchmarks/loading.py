@@ -24,10 +24,10 @@ import record
 import torch
 
 import tnlm
-from tnlm.checkpoint import to_published
+from tnlm.checkpoints.checkpoint import to_published
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ["tests/test_checkpoint.py", "tests/test_checkpoint_layouts.py"]
+TESTS = ["tests/checkpoints/test_checkpoint.py", "tests/checkpoints/test_checkpoint_layouts.py"]
 CONFIG = tnlm.ModelConfig.released()
 HOWS = ("torch.load", "float32", "checkpoint")
 TIME_LIMIT, MEMORY_LIMIT = 1.3, 1.15

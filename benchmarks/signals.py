@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tnlm.training import checkpointing
-from tnlm.training.metrics import read_metrics
-from tnlm.training.toy import write_cycles
+from tnlm.training.data.toy import write_cycles
+from tnlm.training.run import checkpointing
+from tnlm.training.run.metrics import read_metrics
 
 MODES: dict[str, tuple[bool, float | None]] = {
     "launcher": (False, 0.0),

@@ -34,10 +34,10 @@ from torch import Tensor
 
 import tnlm.attention
 from tnlm.config import FP32_EPS, ModelConfig
-from tnlm.training.distributed import World
-from tnlm.training.loop import Trainer
-from tnlm.training.metrics import MetricsLog, Progress, Tracking
 from tnlm.training.presets import TrainConfig, preset
+from tnlm.training.run.distributed import World
+from tnlm.training.run.loop import Trainer
+from tnlm.training.run.metrics import MetricsLog, Progress, Tracking
 from tnlm.transformer import Transformer
 
 GATE_STEPS = 5

@@ -8,13 +8,14 @@
 # %%
 import torch
 
-from tnlm import interp, zoo
-from tnlm.interp import plot
+from tnlm import interp
+from tnlm.app import specimens
+from tnlm.interp.views import plot
 from tnlm.points import record
 
 MODEL = "nano"  # or a run folder, or a released model: "bilinear-bilinear-18l"
 
-specimen = zoo.get(MODEL)
+specimen = specimens.get(MODEL)
 model, tokenizer = specimen.model, specimen.tokenizer
 print(f"{model.config.n_layer} layers, width {model.config.d_model}, {model.config.n_params:,} parameters")
 

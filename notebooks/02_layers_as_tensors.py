@@ -10,13 +10,14 @@ import opt_einsum
 import torch
 
 import tnlm
-from tnlm import interp, zoo
+from tnlm import interp
+from tnlm.app import specimens
 from tnlm.explicit import augment
-from tnlm.interp import plot
+from tnlm.interp.views import plot
 
 MODEL = "nano"  # or a run folder, or a released model: "bilinear-bilinear-18l"
 
-model = zoo.get(MODEL, rows=1).model
+model = specimens.get(MODEL, rows=1).model
 d = model.config.d_model
 mlp = model.blocks[-1].mlp
 generator = torch.Generator().manual_seed(0)

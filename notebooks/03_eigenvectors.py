@@ -8,13 +8,14 @@
 # %%
 import torch
 
-from tnlm import interp, zoo
-from tnlm.interp import plot
+from tnlm import interp
+from tnlm.app import specimens
+from tnlm.interp.views import plot
 from tnlm.points import intervene, record
 
 MODEL = "nano"  # or a run folder, or a released model: "bilinear-bilinear-18l"
 
-specimen = zoo.get(MODEL, rows=16)
+specimen = specimens.get(MODEL, rows=16)
 model, tokenizer, tokens = specimen.model, specimen.tokenizer, specimen.tokens
 net = interp.extract(model)
 last = net.n_layer - 1

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import torch
 
-from tnlm import zoo
-from tnlm.interp import plot
+from tnlm.app import specimens
+from tnlm.interp.views import plot
 from tnlm.kernels import bilinear_attention
 from tnlm.points import record
 
@@ -166,7 +166,7 @@ assert abs(slope) < 1e-12
 # The two score matrices and their product, for the head whose pattern is most negative on held-out text.
 
 # %%
-specimen = zoo.get(MODEL, rows=4, seq=24)
+specimen = specimens.get(MODEL, rows=4, seq=24)
 model, tokenizer = specimen.model, specimen.tokenizer
 assert model.config.attention == "bilinear", "choose a model with bilinear attention"
 names = [

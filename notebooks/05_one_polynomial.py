@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import tnlm
-from tnlm import interp, zoo
-from tnlm.interp import plot
+from tnlm import interp
+from tnlm.app import specimens
+from tnlm.interp.views import plot
 
 MODEL = "nano"  # for the first section; or a run folder, or a released model: "bilinear-bilinear-18l"
 
@@ -24,7 +25,7 @@ MODEL = "nano"  # for the first section; or a run folder, or a released model: "
 # the network as named inputs. The contraction gives the logits before the softcap, which is monotone and no polynomial.
 
 # %%
-specimen = zoo.get(MODEL, rows=1, seq=8)
+specimen = specimens.get(MODEL, rows=1, seq=8)
 model = specimen.model
 tokens = specimen.tokens[:, :-1]
 network = model.network(tokens.shape[1])

@@ -14,16 +14,17 @@ import json
 import tempfile
 from pathlib import Path
 
-from tnlm import zoo
-from tnlm.interp.plot import lines
-from tnlm.training import compare_arms, plot, train
-from tnlm.training.compare import Options
-from tnlm.training.compare_report import to_text
-from tnlm.training.metrics import read_metrics
-from tnlm.training.runs import load_curves
+from tnlm.app import specimens
+from tnlm.interp.views.plot import lines
+from tnlm.training import compare_arms, train
+from tnlm.training.compare import plot
+from tnlm.training.compare.arms import Options
+from tnlm.training.compare.report import to_text
+from tnlm.training.compare.runs import load_curves
+from tnlm.training.run.metrics import read_metrics
 
 REPOSITORY = next(p for p in (Path.cwd(), *Path.cwd().parents) if (p / "pyproject.toml").is_file())
-RECORDED = REPOSITORY / "tests/training/speedrun_curves.csv"
+RECORDED = REPOSITORY / "tests/training/compare/speedrun_curves.csv"
 REPLICATION = REPOSITORY / "benchmarks/results/small_replication"  # or a folder of `tnlm-train compare --out`
 
 # %% [markdown]
@@ -97,7 +98,7 @@ figure.update_layout(scattermode="group").update_yaxes(tickformat="+.0%")
 
 # %%
 KINDS = ("bilinear", "glu", "reglu", "geglu", "swiglu", "gelu", "relu2")
-small = zoo.training_config("nano", attention="softmax").with_model(n_layer=2, d_model=32, n_head=2)
+small = specimens.training_config("nano", attention="softmax").with_model(n_layer=2, d_model=32, n_head=2)
 small = small.replace(steps=min(small.steps, 150), val_every=10, save_every=None, threads=1)
 curves, sizes = {}, {}
 with tempfile.TemporaryDirectory() as folder:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tnlm
 from tnlm.cache import Cache, position_numbers, state_numbers
-from tnlm.interp.plot import lines
+from tnlm.interp.views.plot import lines
 from tnlm.kernels import bilinear_attention, chunked
 
 torch.set_num_threads(1)

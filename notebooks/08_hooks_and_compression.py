@@ -9,12 +9,13 @@
 import torch
 import transformer_lens.patching as patching
 
-from tnlm import interp, lens, zoo
-from tnlm.interp import plot
+from tnlm import interp, lens
+from tnlm.app import specimens
+from tnlm.interp.views import plot
 
 MODEL = "nano"  # or a run folder, or a released model: "bilinear-bilinear-18l"
 
-specimen = zoo.get(MODEL, rows=24)
+specimen = specimens.get(MODEL, rows=24)
 model, tokenizer, tokens = specimen.model, specimen.tokenizer, specimen.tokens
 hooked = lens.hook(model, tokenizer=tokenizer)
 assert all(p is q for p, q in zip(hooked.parameters(), model.parameters(), strict=True)), "one set of parameters"

@@ -17,9 +17,9 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tnlm.training.branch import branch_config
-from tnlm.training.metrics import read_metrics
 from tnlm.training.presets import TrainConfig, preset
+from tnlm.training.run.branch import branch_config
+from tnlm.training.run.metrics import read_metrics
 
 BASE = "swiglu+softmax"
 ARMS = {

@@ -30,7 +30,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def wait_for_announcement() -> None:
-    """Wait until what :func:`tnlm.progress.announce` says after a delay is said, however slow the machine."""
+    """Wait until what :func:`tnlm.output.progress.announce` says after a delay is said, however slow the machine."""
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
             thread.join()

@@ -87,7 +87,7 @@ def killed_after(changes: int) -> Iterator[list[bool]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(io, "open", opened)
-        for module in ("tnlm.checkpoint", "tnlm.training.checkpointing"):
+        for module in ("tnlm.checkpoints.checkpoint", "tnlm.training.run.checkpointing"):
             patch.setattr(f"{module}.save_file", _save_file)
         _left[:] = [changes]
         try:

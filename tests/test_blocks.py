@@ -1,6 +1,6 @@
 """Every Python block of README and docs runs alone: a process and a folder of its own, no seed; most of them often.
 
-Shell lines are parsed by ``tests/test_cli.py`` and ``tests/training/test_guides.py``.
+Shell lines are parsed by ``tests/app/test_cli.py`` and ``tests/training/test_guides.py``.
 """
 
 import re
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SESSIONS = {
     "checkpoints.md": "names models of the Hub",
-    "copying.md": "trains first: tests/interp/test_study_copying.py runs it as one session",
+    "copying.md": "trains first: tests/interp/tokens/test_study_copying.py runs it as one session",
     "first-steps.md": "trains first: tests/test_first_steps.py runs it as one session",
 }
 REPEAT = """

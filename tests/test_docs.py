@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tnlm.verify import verification_table
+from tnlm.checkpoints.verification import verification_table
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = "(?:tnlm|tests|docs|benchmarks|scripts|notebooks)"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests import tiny_models
 from tests.limits import ROUNDINGS, assert_close
 from tests.tiny_models import ATTENTIONS, MLPS, ids, tiny
-from tnlm.checkpoint import load
+from tnlm.checkpoints.checkpoint import load
 from tnlm.config import ModelConfig
 from tnlm.explicit import REASONS, augment
 from tnlm.mlp import MLP, BilinearMLP

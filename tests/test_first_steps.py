@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tnlm import cli
+from tnlm.app import cli
 from tnlm.training import cli as training_cli
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -32,15 +32,15 @@ def test_importing_tnlm_imports_no_torch():
     assert heavy_after("import tnlm; tnlm.ModelConfig.released(); dir(tnlm)") == []
 
 
-@pytest.mark.parametrize("command", ["tnlm.cli", "tnlm.training.cli"])
+@pytest.mark.parametrize("command", ["tnlm.app.cli", "tnlm.training.cli"])
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["eval", "--help"]], ids=" ".join)
 def test_help_imports_no_torch(command, arguments):
-    if (command, arguments[0]) in (("tnlm.cli", "run"), ("tnlm.training.cli", "eval")):
-        arguments = ["info" if command == "tnlm.cli" else "compare", "--help"]
+    if (command, arguments[0]) in (("tnlm.app.cli", "run"), ("tnlm.training.cli", "eval")):
+        arguments = ["info" if command == "tnlm.app.cli" else "compare", "--help"]
     assert heavy_after(f"import sys; from {command} import main; assert main({arguments}) == 0") == []
 
 
-@pytest.mark.parametrize("command", ["tnlm.cli", "tnlm.training.cli"])
+@pytest.mark.parametrize("command", ["tnlm.app.cli", "tnlm.training.cli"])
 def test_version_imports_no_torch(command):
     code = f"from {command} import main; assert main(['--version']) == main(['--json', '--version']) == 0"
     assert heavy_after(code) == []

@@ -10,14 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "tnlm").rglob("*.py"))
 HOMES = {
-    "transformer_lens": {"tnlm/lens.py"},
+    "transformer_lens": {path.relative_to(ROOT).as_posix() for path in FILES if path.match("lens/*.py")},
     "plotly": {path.relative_to(ROOT).as_posix() for path in FILES if path.name == "plot.py"},
     "triton": {path.relative_to(ROOT).as_posix() for path in FILES if path.match("kernels/triton*.py")},
     "transformers": {path.relative_to(ROOT).as_posix() for path in FILES if path.match("integrations/*.py")},
 }
 
 
-APPLICATION = ("tnlm/cli.py", "tnlm/demo.py", "tnlm/zoo.py")
+APPLICATION = ("tnlm/app/cli.py", "tnlm/app/demo.py", "tnlm/app/specimens.py")
 """These stand above all parts."""
 
 
@@ -69,16 +69,16 @@ def test_a_file_imports_only_what_its_part_may(file):
     "path, source",
     [
         ("tnlm/mlp.py", "def f():\n    from tnlm import interp"),
-        ("tnlm/mlp.py", "import tnlm.training.loop"),
+        ("tnlm/mlp.py", "import tnlm.training.run.loop"),
         ("tnlm/kernels/ops.py", "from ..training import loop"),
-        ("tnlm/training/loop.py", "from tnlm.interp.bilinear import BilinearTensor"),
+        ("tnlm/training/run/loop.py", "from tnlm.interp.layers.bilinear import BilinearTensor"),
         ("tnlm/interp/extraction.py", "from tnlm.training import presets"),
-        ("tnlm/interp/spectra.py", "import plotly.graph_objects as go"),
+        ("tnlm/interp/layers/spectra.py", "import plotly.graph_objects as go"),
         ("tnlm/kernels/ops.py", "import triton"),
-        ("tnlm/cli.py", "from transformers import AutoModel"),
+        ("tnlm/app/cli.py", "from transformers import AutoModel"),
         ("tnlm/mlp.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import tnlm.interp"),
         ("tnlm/points.py", "from transformer_lens.hook_points import HookPoint"),
-        ("tnlm/cli.py", "from training import loop"),
+        ("tnlm/app/cli.py", "from training import loop"),
     ],
 )
 def test_the_walk_sees_each_kind_of_fault(path, source):
@@ -86,10 +86,10 @@ def test_the_walk_sees_each_kind_of_fault(path, source):
 
 
 def test_the_walk_lets_through_what_is_allowed():
-    assert not faults("tnlm/cli.py", "def run():\n    from tnlm import interp, training")
-    assert not faults("tnlm/training/loop.py", "import torch\nfrom tnlm.transformer import Transformer")
-    assert not faults("tnlm/interp/spectra.py", "if TYPE_CHECKING:\n    import plotly.graph_objects as go")
-    assert not faults("tnlm/lens.py", "def hook():\n    import transformer_lens")
+    assert not faults("tnlm/app/cli.py", "def run():\n    from tnlm import interp, training")
+    assert not faults("tnlm/training/run/loop.py", "import torch\nfrom tnlm.transformer import Transformer")
+    assert not faults("tnlm/interp/layers/spectra.py", "if TYPE_CHECKING:\n    import plotly.graph_objects as go")
+    assert not faults("tnlm/lens/hooked.py", "def hook():\n    import transformer_lens")
 
 
 @pytest.mark.parametrize("package", ["tnlm", "tnlm.interp", "tnlm.training"])

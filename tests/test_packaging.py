@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import tnlm
-from tnlm import cli
+from tnlm.app import cli
 from tnlm.training import cli as training_cli
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from tests.interp.test_extraction import make
-from tnlm.interp import plot
-from tnlm.interp.reporting import report
-from tnlm.page import Page
-from tnlm.training.compare import Options, compare_arms
-from tnlm.training.plot import write_comparison_page
-from tnlm.training.runs import load_curves
+from tnlm.interp.views import plot
+from tnlm.interp.views.reporting import report
+from tnlm.output.page import Page
+from tnlm.training.compare.arms import Options, compare_arms
+from tnlm.training.compare.plot import write_comparison_page
+from tnlm.training.compare.runs import load_curves
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = '<!doctype html><html><head><link rel="icon" href="data:,"></head><body><p id="a">{}</p></body></html>'

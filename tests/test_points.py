@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.tiny_models import build, ids, tiny
-from tnlm.interp.ablation import ablate, with_mlp
 from tnlm.interp.extraction import extract
+from tnlm.interp.predictions.ablation import ablate, with_mlp
 from tnlm.points import Point, intervene, record
 
 TOKENS = ids(2, 5)

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.tiny_models import build, tiny
-from tnlm.evaluate import token_losses
 from tnlm.kernels.cross_entropy import unembedded_cross_entropy
 from tnlm.norm import RMSNorm
 from tnlm.rotary import rotary_tables, rotate
+from tnlm.text.evaluate import token_losses
 
 U = 2.0**-24
 """Unit roundoff of float32."""

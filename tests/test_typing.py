@@ -52,7 +52,7 @@ def test_types_of_public_names_for_a_user_of_mypy(tmp_path):
     """Every public name has a type of its own, and one that does not exist is an error."""
     pytest.importorskip("mypy", reason='mypy is not installed: pip install -e ".[dev]"')
     public = [f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__]
-    asked = [*public, "tnlm.lens.hook", "tnlm.kernels.bilinear_attention", "tnlm.tokenizer.get"]
+    asked = [*public, "tnlm.lens.hook", "tnlm.kernels.bilinear_attention", "tnlm.text.tokenizer.get"]
     misspelt = ["tnlm.laod", "tnlm.interp.explian", "tnlm.training.trian"]
     user = "\n".join(["import tnlm", *(f"reveal_type({name})" for name in [*asked, *misspelt])])
     (tmp_path / "user.py").write_text(f"{user}\n", encoding="utf-8")

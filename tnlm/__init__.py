@@ -9,28 +9,28 @@ from tnlm._lazy import attach
 from tnlm.config import ModelConfig
 
 if TYPE_CHECKING:
+    from tnlm import checkpoints as checkpoints
     from tnlm import interp as interp
     from tnlm import kernels as kernels
     from tnlm import lens as lens
-    from tnlm import released as released
-    from tnlm import tokenizer as tokenizer
+    from tnlm import text as text
     from tnlm import training as training
-    from tnlm.checkpoint import load, save
+    from tnlm.checkpoints.checkpoint import load, save
+    from tnlm.checkpoints.publish import push_to_hub
     from tnlm.network import Network
-    from tnlm.publish import push_to_hub
-    from tnlm.sampling import generate
+    from tnlm.text.sampling import generate
     from tnlm.transformer import Transformer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "tnlm.checkpoint": ("load", "save"),
+    "tnlm.checkpoints.checkpoint": ("load", "save"),
     "tnlm.network": ("Network",),
-    "tnlm.publish": ("push_to_hub",),
-    "tnlm.sampling": ("generate",),
+    "tnlm.checkpoints.publish": ("push_to_hub",),
+    "tnlm.text.sampling": ("generate",),
     "tnlm.transformer": ("Transformer",),
 }
-_SUBMODULES = ("interp", "kernels", "lens", "released", "tokenizer", "training")
+_SUBMODULES = ("checkpoints", "interp", "kernels", "lens", "text", "training")
 
 __all__ = ["ModelConfig", "Network", "Transformer", "generate", "load", "push_to_hub", "save"]
 

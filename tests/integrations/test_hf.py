@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 import tnlm
 from tests.limits import assert_close
 from tests.tiny_models import ATTENTIONS, build, ids, tiny
-from tnlm import tokenizer
 from tnlm.config import ModelConfig
 from tnlm.integrations import hf
 from tnlm.points import intervene
+from tnlm.text import tokenizer
 
 TOKENS = ids(2, 5)
 CONFIGS = {attention: tiny(attention=attention) for attention in ATTENTIONS} | {

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import tnlm
+from tests.checkpoints.test_checkpoint_layouts import asked, recorded
 from tests.conftest import randomize
 from tests.limits import ROUNDINGS, assert_close, assert_within, limit
-from tests.test_checkpoint_layouts import asked, recorded
 from tnlm.config import ModelConfig
-from tnlm.interp.copying import pattern_table
 from tnlm.interp.extraction import extract
+from tnlm.interp.tokens.copying import pattern_table
 from tnlm.points import record
 from tnlm.rotary import rotary_tables, rotate
 from tnlm.transformer import Transformer

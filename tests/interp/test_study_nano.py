@@ -7,7 +7,8 @@ import tnlm
 from tests.limits import assert_close
 from tnlm import interp
 from tnlm.points import intervene, record
-from tnlm.training import corpus, preset, train
+from tnlm.training import preset, train
+from tnlm.training.data import corpus
 
 SEQ = 64
 # every MLP kind and every attention kind

@@ -13,12 +13,12 @@ import torch
 
 import tnlm
 from tests.conftest import wait_for_announcement
+from tests.training.run.test_resume import Stop, raise_stop, stop_at
 from tests.training.small import small_config
-from tests.training.test_resume import Stop, raise_stop, stop_at
 from tnlm.training.cli import main
 from tnlm.training.commands import ModelFlags, Run
-from tnlm.training.loop import Trainer
 from tnlm.training.presets import load_config, preset
+from tnlm.training.run.loop import Trainer
 
 
 def write_config(tmp_path, **changes):
@@ -118,8 +118,8 @@ def test_ctrl_c_before_and_beside_training_is_one_line(command, tmp_path, capsys
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tnlm.training.loop.choose_device", interrupt)
-    monkeypatch.setattr("tnlm.training.toy.write_cycles", interrupt)
+    monkeypatch.setattr("tnlm.training.run.loop.choose_device", interrupt)
+    monkeypatch.setattr("tnlm.training.data.toy.write_cycles", interrupt)
     assert main(command) == 130
     assert capsys.readouterr() == ("", "tnlm-train: interrupted\n")
 
@@ -127,12 +127,12 @@ def test_ctrl_c_before_and_beside_training_is_one_line(command, tmp_path, capsys
 @pytest.mark.parametrize(
     "command, patched, said",
     [
-        (["run"], "tnlm.training.loop.Trainer", "opening data, building the model ..."),
-        (["export", "some", "--out", "x"], "tnlm.training.export.export", "exporting some ..."),
-        (["data", "toy", "cycles", "--out", "x"], "tnlm.training.toy.write_cycles", "writing x ..."),
+        (["run"], "tnlm.training.run.loop.Trainer", "opening data, building the model ..."),
+        (["export", "some", "--out", "x"], "tnlm.training.run.export.export", "exporting some ..."),
+        (["data", "toy", "cycles", "--out", "x"], "tnlm.training.data.toy.write_cycles", "writing x ..."),
         (
             ["data", "tokenize", "a.txt", "--out", "x", "--tokenizer", "bpe300"],
-            "tnlm.tokenizer.train_bpe",
+            "tnlm.text.tokenizer.train_bpe",
             "training a vo",
         ),
     ],
@@ -144,7 +144,7 @@ def test_what_takes_long_says_what_it_does(command, patched, said, tmp_path, cap
         raise ValueError("enough")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tnlm.progress.DELAY", 0.1)
+    monkeypatch.setattr("tnlm.output.progress.DELAY", 0.1)
     monkeypatch.setattr(patched, slow)
     assert main(command) == 2
     first, last = capsys.readouterr().err.splitlines()
@@ -161,7 +161,7 @@ def test_a_reader_that_leaves_is_no_error():
 def test_later_signal_ends_the_process_at_once(tmp_path):
     _, command = write_config(tmp_path, steps=10**6, log_every=1, save_every=None)
     code = (
-        "import os, signal, sys, time, tnlm.training.loop as loop\n"
+        "import os, signal, sys, time, tnlm.training.run.loop as loop\n"
         "from tnlm.training.cli import main\n"
         "def step(self):\n"
         "    signal.raise_signal(signal.SIGTERM)\n"

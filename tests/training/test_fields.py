@@ -11,13 +11,13 @@ import pytest
 
 from tests.training.small import small_config
 from tnlm.config import ModelConfig
-from tnlm.tokenizer import train_bpe
-from tnlm.training.compare_checks import check, is_paired
-from tnlm.training.loop import Trainer
+from tnlm.text.tokenizer import train_bpe
+from tnlm.training.compare.checks import check, is_paired
+from tnlm.training.compare.runs import COMPARED_ELSEWHERE, Arm, load_run
+from tnlm.training.data.shards import write_shard, write_sidecar
 from tnlm.training.presets import OPERATIONAL, TrainConfig
-from tnlm.training.runs import COMPARED_ELSEWHERE, Arm, load_run
-from tnlm.training.shards import write_shard, write_sidecar
-from tnlm.training.start import claim_folder
+from tnlm.training.run.loop import Trainer
+from tnlm.training.run.start import claim_folder
 
 VOCAB, EOT = 275, 269
 FIELDS = [field.name for field in dataclasses.fields(TrainConfig) if field.name != "model"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tnlm.training import cli, commands
-from tnlm.training.estimate import estimate
 from tnlm.training.presets import preset
-from tnlm.training.retention import kept_steps, saved_steps
+from tnlm.training.run.estimate import estimate
+from tnlm.training.run.retention import kept_steps, saved_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "small_replication"

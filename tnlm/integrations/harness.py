@@ -7,7 +7,7 @@ from typing import Any
 
 from tnlm.integrations.model import wrap
 from tnlm.integrations.vocabulary import hf_tokenizer
-from tnlm.tokenizer import Tokenizer
+from tnlm.text.tokenizer import Tokenizer
 from tnlm.transformer import Transformer
 
 _FIELDS = {"context": str, "choices": list, "answer": int}

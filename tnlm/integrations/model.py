@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTra
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tnlm.cache import Cache, LayerCache, check_alike
-from tnlm.checkpoint import check_weights
+from tnlm.checkpoints.checkpoint import check_weights
 from tnlm.config import METADATA_KEYS, ModelConfig
 from tnlm.transformer import Transformer, check_ids
 

@@ -1,14 +1,14 @@
-"""The tokenizers of :mod:`tnlm.tokenizer` as transformers tokenizers, id for id."""
+"""The tokenizers of :mod:`tnlm.text.tokenizer` as transformers tokenizers, id for id."""
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from tnlm.tokenizer import EOT_TEXT, Tokenizer, _printable_bytes
+from tnlm.text.tokenizer import EOT_TEXT, Tokenizer, _printable_bytes
 
 
 def hf_tokenizer(tokenizer: Tokenizer, *, n_ctx: int | None = None) -> PreTrainedTokenizerFast:
-    """The same ids for the same text, with the rules of :mod:`tnlm.tokenizer`: no BOS, special text is plain text.
+    """The same ids for the same text, with the rules of :mod:`tnlm.text.tokenizer`: no BOS, special text is plain text.
 
     The end-of-text id, where there is one, serves as BOS (never added), EOS and padding, on the right.
 

@@ -14,52 +14,60 @@ if __name__ != "tnlm.interp":
 from tnlm._lazy import attach
 
 if TYPE_CHECKING:
-    from tnlm.interp.ablation import DeltaCE, ablate, ablation_edits, delta_ce, with_mlp
-    from tnlm.interp.attribution import layer_pairs, layer_shapley
-    from tnlm.interp.bilinear import BilinearTensor
-    from tnlm.interp.circuits import alignment, edges
-    from tnlm.interp.comparison import Similarity, haar_null, match_heads, similarity
-    from tnlm.interp.composition import compose
-    from tnlm.interp.copying import Match, copy_table, cycle_votes, equal_part, follower_entries, match, pattern_table
-    from tnlm.interp.decompositions import Tucker, cp, fix_gauge, hosvd, remove, truncate
-    from tnlm.interp.examples import top_examples
-    from tnlm.interp.explanation import Explanation, explain
+    from tnlm.interp.discovery.edge_table import alignment, edges
     from tnlm.interp.extraction import Extracted, extract
-    from tnlm.interp.gating import paths
-    from tnlm.interp.heads import BilinearHead
-    from tnlm.interp.lowrank import LowRank
-    from tnlm.interp.polynomials import degrees, gate_coefficients
-    from tnlm.interp.ranking import top_tokens
-    from tnlm.interp.reporting import report
-    from tnlm.interp.sources import attribute
-    from tnlm.interp.spectra import Eig, effective_rank, eig
-    from tnlm.interp.statistics import Bounds, Moments, bounds, jacobian_kernel, moments, trace_bounds
-    from tnlm.interp.tables import path_table
-    from tnlm.interp.vocab import vocab_bounds, vocab_eigs, vocab_moments
+    from tnlm.interp.layers.bilinear import BilinearTensor
+    from tnlm.interp.layers.composition import compose
+    from tnlm.interp.layers.decompositions import Tucker, cp, fix_gauge, hosvd, remove, truncate
+    from tnlm.interp.layers.heads import BilinearHead
+    from tnlm.interp.layers.lowrank import LowRank
+    from tnlm.interp.layers.similarities import Similarity, haar_null, match_heads, similarity
+    from tnlm.interp.layers.spectra import Eig, effective_rank, eig
+    from tnlm.interp.layers.statistics import Bounds, Moments, bounds, jacobian_kernel, moments, trace_bounds
+    from tnlm.interp.predictions.ablation import DeltaCE, ablate, ablation_edits, delta_ce, with_mlp
+    from tnlm.interp.predictions.attribution import layer_pairs, layer_shapley
+    from tnlm.interp.predictions.explanation import Explanation, explain
+    from tnlm.interp.predictions.path_gates import paths
+    from tnlm.interp.predictions.polynomials import degrees, gate_coefficients
+    from tnlm.interp.predictions.sources import attribute
+    from tnlm.interp.tokens.copying import (
+        Match,
+        copy_table,
+        cycle_votes,
+        equal_part,
+        follower_entries,
+        match,
+        pattern_table,
+    )
+    from tnlm.interp.tokens.examples import top_examples
+    from tnlm.interp.tokens.ranking import top_tokens
+    from tnlm.interp.tokens.tables import path_table
+    from tnlm.interp.tokens.token_spectra import vocab_bounds, vocab_eigs, vocab_moments
+    from tnlm.interp.views.reporting import report
 
 _HOMES = {
     "tnlm.interp.extraction": ("extract", "Extracted"),
-    "tnlm.interp.explanation": ("explain", "Explanation"),
-    "tnlm.interp.sources": ("attribute",),
-    "tnlm.interp.gating": ("paths",),
-    "tnlm.interp.tables": ("path_table",),
-    "tnlm.interp.ablation": ("ablate", "ablation_edits", "delta_ce", "DeltaCE", "with_mlp"),
-    "tnlm.interp.examples": ("top_examples",),
-    "tnlm.interp.reporting": ("report",),
-    "tnlm.interp.bilinear": ("BilinearTensor",),
-    "tnlm.interp.spectra": ("Eig", "eig", "effective_rank"),
-    "tnlm.interp.statistics": ("Moments", "moments", "Bounds", "bounds", "trace_bounds", "jacobian_kernel"),
-    "tnlm.interp.decompositions": ("Tucker", "hosvd", "cp", "truncate", "remove", "fix_gauge"),
-    "tnlm.interp.attribution": ("layer_pairs", "layer_shapley"),
-    "tnlm.interp.lowrank": ("LowRank",),
-    "tnlm.interp.heads": ("BilinearHead",),
-    "tnlm.interp.vocab": ("vocab_eigs", "vocab_moments", "vocab_bounds"),
-    "tnlm.interp.ranking": ("top_tokens",),
-    "tnlm.interp.comparison": ("Similarity", "similarity", "match_heads", "haar_null"),
-    "tnlm.interp.composition": ("compose",),
-    "tnlm.interp.polynomials": ("degrees", "gate_coefficients"),
-    "tnlm.interp.circuits": ("edges", "alignment"),
-    "tnlm.interp.copying": (
+    "tnlm.interp.predictions.explanation": ("explain", "Explanation"),
+    "tnlm.interp.predictions.sources": ("attribute",),
+    "tnlm.interp.predictions.path_gates": ("paths",),
+    "tnlm.interp.tokens.tables": ("path_table",),
+    "tnlm.interp.predictions.ablation": ("ablate", "ablation_edits", "delta_ce", "DeltaCE", "with_mlp"),
+    "tnlm.interp.tokens.examples": ("top_examples",),
+    "tnlm.interp.views.reporting": ("report",),
+    "tnlm.interp.layers.bilinear": ("BilinearTensor",),
+    "tnlm.interp.layers.spectra": ("Eig", "eig", "effective_rank"),
+    "tnlm.interp.layers.statistics": ("Moments", "moments", "Bounds", "bounds", "trace_bounds", "jacobian_kernel"),
+    "tnlm.interp.layers.decompositions": ("Tucker", "hosvd", "cp", "truncate", "remove", "fix_gauge"),
+    "tnlm.interp.predictions.attribution": ("layer_pairs", "layer_shapley"),
+    "tnlm.interp.layers.lowrank": ("LowRank",),
+    "tnlm.interp.layers.heads": ("BilinearHead",),
+    "tnlm.interp.tokens.token_spectra": ("vocab_eigs", "vocab_moments", "vocab_bounds"),
+    "tnlm.interp.tokens.ranking": ("top_tokens",),
+    "tnlm.interp.layers.similarities": ("Similarity", "similarity", "match_heads", "haar_null"),
+    "tnlm.interp.layers.composition": ("compose",),
+    "tnlm.interp.predictions.polynomials": ("degrees", "gate_coefficients"),
+    "tnlm.interp.discovery.edge_table": ("edges", "alignment"),
+    "tnlm.interp.tokens.copying": (
         "Match",
         "match",
         "pattern_table",

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tnlm.attention import Attention, causal_mask
 from tnlm.config import POLYNOMIAL_ATTENTIONS, POLYNOMIAL_MLPS, ModelConfig
-from tnlm.interp.bilinear import BilinearTensor
-from tnlm.interp.heads import BilinearHead
+from tnlm.interp.layers.bilinear import BilinearTensor
+from tnlm.interp.layers.heads import BilinearHead
 from tnlm.norm import HALF
 from tnlm.points import is_point, record
 from tnlm.rotary import rotary_frequencies, rotary_tables, rotate
@@ -41,7 +41,7 @@ def extract(model_or_id: "Transformer | str | Any", *, dtype: torch.dtype | None
             raise ValueError(
                 f"extract needs a tnlm.Transformer, got {type(model).__name__}; pass the eager model, no wrapper of it"
             )
-        from tnlm.checkpoint import load
+        from tnlm.checkpoints.checkpoint import load
 
         model = load(model)
     return Extracted(model=model, dtype=dtype)

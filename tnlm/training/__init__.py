@@ -11,26 +11,26 @@ if __name__ != "tnlm.training":
 from tnlm._lazy import attach
 
 if TYPE_CHECKING:
-    from tnlm.training.compare import compare_arms
-    from tnlm.training.corpus import Corpus, embedded_corpus
-    from tnlm.training.data import Loader, TokenStream, Validation
-    from tnlm.training.loop import train
-    from tnlm.training.muon import Muon
+    from tnlm.training.compare.arms import compare_arms
+    from tnlm.training.compare.runs import load_run
+    from tnlm.training.data.corpus import Corpus, embedded_corpus
+    from tnlm.training.data.shards import write_shard
+    from tnlm.training.data.stream import Loader, TokenStream, Validation
+    from tnlm.training.optim.muon import Muon
+    from tnlm.training.optim.schedule import Schedule
     from tnlm.training.presets import TrainConfig, preset
-    from tnlm.training.runs import load_run
-    from tnlm.training.schedule import Schedule
-    from tnlm.training.shards import write_shard
+    from tnlm.training.run.loop import train
 
 _HOMES = {
-    "tnlm.training.compare": ("compare_arms",),
-    "tnlm.training.corpus": ("Corpus", "embedded_corpus"),
-    "tnlm.training.data": ("Loader", "TokenStream", "Validation"),
-    "tnlm.training.loop": ("train",),
-    "tnlm.training.muon": ("Muon",),
+    "tnlm.training.compare.arms": ("compare_arms",),
+    "tnlm.training.data.corpus": ("Corpus", "embedded_corpus"),
+    "tnlm.training.data.stream": ("Loader", "TokenStream", "Validation"),
+    "tnlm.training.run.loop": ("train",),
+    "tnlm.training.optim.muon": ("Muon",),
     "tnlm.training.presets": ("TrainConfig", "preset"),
-    "tnlm.training.runs": ("load_run",),
-    "tnlm.training.schedule": ("Schedule",),
-    "tnlm.training.shards": ("write_shard",),
+    "tnlm.training.compare.runs": ("load_run",),
+    "tnlm.training.optim.schedule": ("Schedule",),
+    "tnlm.training.data.shards": ("write_shard",),
 }
 
 __all__ = [

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from tnlm.command import guarded, print_record, print_version
+from tnlm.output.command import guarded, print_record, print_version
 from tnlm.training import commands
-from tnlm.training.outcomes import Diverged, Interrupted
+from tnlm.training.run.outcomes import Diverged, Interrupted
 
 OK, FAILED, USAGE, DIVERGED, DISK = 0, 1, 2, 3, 4
 

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from tnlm.command import Command, without_none
 from tnlm.config import AttentionKind, MLPKind
-from tnlm.progress import announce
-from tnlm.training.distributed import World
+from tnlm.output.command import Command, without_none
+from tnlm.output.progress import announce
 from tnlm.training.presets import Precision, Recipe, Tracker, TrainConfig, preset, read_json
+from tnlm.training.run.distributed import World
 
 Off = tyro.conf.FlagCreatePairsOff[bool]
 
@@ -111,7 +111,7 @@ class Run(Command):
     def execute(self) -> dict[str, Any] | None:
         config = self.resolve()
         if self.dry_run:
-            from tnlm.training.estimate import estimate, to_text
+            from tnlm.training.run.estimate import estimate, to_text
 
             if not World.from_environment().main:
                 return None
@@ -143,7 +143,7 @@ class Branch(Command):
     threads: int | None = None
 
     def execute(self) -> dict[str, Any] | None:
-        from tnlm.training.branch import branch_config
+        from tnlm.training.run.branch import branch_config
 
         config = branch_config(self.trunk, steps=self.steps, at=self.at, warmdown=self.warmdown, out=self.out)
         changes = {"keep_last": self.keep_last, "threads": self.threads}
@@ -180,9 +180,9 @@ class Compare(Command):
     """Also compare.png, which needs kaleido."""
 
     def execute(self) -> dict[str, Any]:
-        from tnlm.training import compare_report
-        from tnlm.training.compare import Options, compare_arms
-        from tnlm.training.runs import load_curves, load_run
+        from tnlm.training.compare import report
+        from tnlm.training.compare.arms import Options, compare_arms
+        from tnlm.training.compare.runs import load_curves, load_run
 
         flags = {f.name for f in dataclasses.fields(self)}
         shared = [f.name for f in dataclasses.fields(Options) if f.name in flags]
@@ -193,17 +193,17 @@ class Compare(Command):
             base, variant = ([load_run(f, metric=self.metric) for f in part] for part in (self.base, self.variant))
         with announce("comparing"):
             result = compare_arms(base, variant, options)
-        self.say(compare_report.to_text(result), on_stderr=True)
+        self.say(report.to_text(result), on_stderr=True)
         file = None
         if self.out is not None:
-            from tnlm.training import plot
+            from tnlm.training.compare import plot
 
-            file = str(compare_report.write(result, self.out))
+            file = str(report.write(result, self.out))
             plot.write_comparison_page(result, self.out / "compare.html")
             if self.png:
                 with announce("drawing compare.png"):
                     plot.write_png(plot.comparison(result), self.out / "compare.png")
-        return {"command": "compare", **compare_report.to_record(result), "file": file}
+        return {"command": "compare", **report.to_record(result), "file": file}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ class Export(Command):
     """The newest complete checkpoint when left out."""
 
     def execute(self) -> dict[str, Any]:
-        from tnlm.training.export import export
+        from tnlm.training.run.export import export
 
         with announce(f"exporting {self.run}"):
             return {"command": "export", **export(self.run, self.out, step=self.step)}
@@ -240,8 +240,8 @@ class DataGet(Command):
     """By default where --data fineweb10B looks."""
 
     def execute(self) -> dict[str, Any]:
-        from tnlm.training.corpus import cache_folder
-        from tnlm.training.download import get_fineweb
+        from tnlm.training.data.corpus import cache_folder
+        from tnlm.training.data.download import get_fineweb
 
         folder = self.out or cache_folder() / self.name
         return {"command": "data get", **get_fineweb(folder, self.shards, progress=_count_files)}
@@ -269,8 +269,8 @@ class DataTokenize(Command):
     processes: int = os.cpu_count() or 1
 
     def execute(self) -> dict[str, Any]:
-        from tnlm import tokenizer as tokenizers
-        from tnlm.training.tokenize import read_documents, tokenize_files
+        from tnlm.text import tokenizer as tokenizers
+        from tnlm.training.data.tokenize import read_documents, tokenize_files
 
         if not self.sources:
             raise ValueError("which text? Name files, or - for standard input")
@@ -313,7 +313,7 @@ class DataCheck(Command):
     allow_truncated: Off = False
 
     def execute(self) -> dict[str, Any]:
-        from tnlm.training.shards import check_data
+        from tnlm.training.data.shards import check_data
 
         facts = check_data(
             self.where,
@@ -342,7 +342,7 @@ class DataToy(Command):
     seed: int = 0
 
     def execute(self) -> dict[str, Any]:
-        from tnlm.training.toy import write_cycles
+        from tnlm.training.data.toy import write_cycles
 
         with announce(f"writing {self.out}"):
             facts = write_cycles(
@@ -359,7 +359,7 @@ class DataToy(Command):
 
 def _train(config: TrainConfig, **what: Any) -> dict[str, Any] | None:
     """Train on every rank; the record on rank 0, which has then written everything, the sample included."""
-    from tnlm.training.loop import train
+    from tnlm.training.run.loop import train
 
     result = train(config)
     return {**what, **result.to_dict()} if World.from_environment().main else None

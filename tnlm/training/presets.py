@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tnlm.config import AttentionKind, MLPKind, ModelConfig, published_size
-from tnlm.training.schedule import Schedule
+from tnlm.training.optim.schedule import Schedule
 
 Recipe = Literal["replication", "replication-exact"]
 Precision = Literal["auto", "float32", "bfloat16"]

@@ -1,0 +1,87 @@
+"""Extreme places in text, against a loop; tables of bare tokens, against dense products."""
+
+import pytest
+import torch
+
+from tests.interp.test_extraction import make
+from tests.limits import assert_close
+from tnlm.interp.extraction import extract
+from tnlm.interp.tokens.examples import top_examples
+from tnlm.interp.tokens.tables import path_table
+from tnlm.points import record
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_top_examples_are_the_extremes_of_the_layer(pure):
+    model, tokens = make(pure=pure), torch.randint(0, 11, (5, 9))
+    u = torch.randn(30, dtype=torch.float64)
+    out = record(model, tokens, ["blocks.1.hook_mlp_out"])["blocks.1.hook_mlp_out"] @ u
+    found = top_examples(model, tokens, 1, u, k=3, context=9, batch_size=2)
+    assert_close(found.high[0].value, out.max().item())
+    assert_close(found.low[0].value, out.min().item())
+    best = found.high[0]
+    assert_close(out[best.row, best.position].item(), best.value)
+    assert best.tokens == tuple(tokens[best.row, : best.position + 1].tolist())
+    assert float(found.bounds.low) <= found.low[0].value <= found.high[0].value <= float(found.bounds.high)
+    assert found.usage[0] == pytest.approx(found.high[0].value / float(found.bounds.high))
+    assert found.usage[1] == pytest.approx(found.low[0].value / float(found.bounds.low))
+    assert max(found.usage) <= 1
+    assert [e.value for e in found.high] == sorted((e.value for e in found.high), reverse=True)
+
+
+def test_bounds_of_a_definite_form_reach_the_small_inputs_that_eps_allows():
+    model, tokens = make("squared", d_hidden=40), torch.randint(0, 11, (2, 5))
+    with torch.no_grad():
+        model.blocks[1].mlp.w_d.abs_()
+    u = torch.ones(30, dtype=torch.float64)
+    found = top_examples(model, tokens, 1, u)
+    assert_close(float(found.bounds.low), model.blocks[1].mlp.bias.sum().item())
+    assert float(found.bounds.low) < found.low[0].value
+
+
+def test_equal_contexts_appear_once():
+    model = make()
+    tokens = torch.randint(0, 11, (1, 6)).repeat(4, 1)
+    found = top_examples(model, tokens, 0, torch.randn(30, dtype=torch.float64), k=6, context=6)
+    assert len({e.tokens for e in found.high}) == len(found.high) == 6
+
+
+@pytest.mark.parametrize("path", [1, "mlp", "direct"])
+def test_path_tables_are_dense_products_without_padding(path):
+    net = extract(make(d_vocab_used=9))
+    mlp, head = net.mlp[1], net.attention[1].head(1)
+    x0, factor = net.x0, net.write_factors[1]
+    dense = {
+        1: factor * net.unembed @ head.ov("layer").tensor() @ x0.mT,
+        "mlp": factor * net.unembed @ (mlp(x0) - mlp.bias).mT,
+        "direct": net.embed_factor * net.unembed @ x0.mT,
+    }[path][:9, :9]
+    rows = path_table(net, 1, path, top=2, keep_self=True).to_dict("records")
+    assert len(rows) == 18
+    for row in rows:
+        assert_close(row["value"], dense[row["target"], row["source"]].item())
+    best = {row["source"]: row["target"] for row in reversed(rows)}
+    assert all(best[s] == int(dense[:, s].argmax()) for s in range(9))
+
+
+@pytest.mark.user_error
+def test_bad_requests_are_refused():
+    net = extract(make())
+    with pytest.raises(ValueError, match="layer must be an integer between 0 and 2, got 3"):
+        path_table(net, 3, "mlp")
+    with pytest.raises(ValueError, match="path must be a head number"):
+        path_table(net, 0, "attn")
+    with pytest.raises(ValueError, match="layer must be an integer between 0 and 2, got -1"):
+        path_table(net, -1, "mlp")
+    with pytest.raises(ValueError, match=r"must be an extracted model, got Transformer .* tnlm\.interp\.extract"):
+        path_table(net.model, 0, "mlp")
+    u, tokens = torch.randn(30, dtype=torch.float64), torch.randint(0, 11, (2, 4))
+    for changes in ({"k": 0}, {"context": 0}, {"batch_size": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(changes))} must be an integer at least 1, got 0"):
+            top_examples(net, tokens, 0, u, **changes)
+    with pytest.raises(ValueError, match="swiglu MLP is not polynomial"):
+        top_examples(make("swiglu"), tokens, 0, u)
+    with pytest.raises(ValueError, match="u must be finite"):
+        top_examples(net, tokens, 0, u * torch.nan)
+    with pytest.raises(ValueError, match="rows, seq"):
+        top_examples(net, torch.zeros(3, dtype=torch.long), 0, torch.randn(30, dtype=torch.float64))

@@ -1,0 +1,146 @@
+"""The log and its views."""
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from tnlm.training.run import metrics
+from tnlm.training.run.metrics import MetricsLog, Progress, Speed, Tracking, cut_back, peak_flops, read_metrics
+
+
+def test_events_are_read_as_written(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append("val", step=0, loss=1 / 3)
+    log.append("train", step=1, loss=2.5)
+    # before closing: every line is flushed
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"kind": "val", "step": 0, "loss": 1 / 3},
+        {"kind": "train", "step": 1, "loss": 2.5},
+    ]
+    log.close()
+
+
+def test_a_full_disk_names_the_file():
+    log = MetricsLog(Path("/dev/full"))
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        log.append("train", step=1)
+    log.close()
+
+
+def test_cut_back_drops_what_comes_after_and_a_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    events = [{"kind": k, "step": s} for k, s in [("start", 0), ("train", 1), ("train", 2), ("save", 2), ("end", 2)]]
+    path.write_text("".join(json.dumps(e) + "\n" for e in [*events, {"kind": "train", "step": 3}]) + '{"kind": "tr')
+    assert cut_back(path, 2, into=path) == events[:-1]
+    assert read_metrics(path) == events[:-1]
+    assert cut_back(path, 1, into=tmp_path / "branch.jsonl") == events[:2]
+    assert read_metrics(path) == events[:-1]
+
+
+def test_updates_that_the_log_lost_are_said(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with pytest.warns(UserWarning, match=r"metrics.jsonl lacks 5 of the 5 updates of this run, from step 1 to 5"):
+        assert cut_back(path, 5, into=path) == []
+    events = [{"kind": "train", "step": step} for step in (1, 2, 4, 5, 7)]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    with pytest.warns(UserWarning, match=r"lacks 2 of the 6 updates of this run, from step 3 to 6"):
+        assert cut_back(path, 6, into=path) == events[:4]
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "line", [b"not json", b"5", b"[]", b"null", b"{}", b'{"kind": "val"}', b'{"step": 3}', b"\0\0\0", b"\xff\xfe"]
+)
+def test_a_line_that_is_no_event_is_named(line, tmp_path):
+    """Anywhere but at the end, where a kill may have cut a line short."""
+    event, path = b'{"kind": "val", "step": 3}\n', tmp_path / "m.jsonl"
+    path.write_bytes(event + line + b"\n" + event)
+    with pytest.raises(ValueError, match=r"m\.jsonl line 2 must be a JSON object with kind and step, got .*; remove"):
+        read_metrics(path)
+    path.write_bytes(event + line)
+    assert read_metrics(path) == [json.loads(event)]
+
+
+def test_peak_of_a_known_device_and_none_of_another():
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("Another GPU") is None
+
+
+def test_bits_per_byte():
+    """One nat per token of two bytes is 1 / (2 ln 2) bits per byte."""
+    assert metrics.bits_per_byte(1.0, 10, 20) == pytest.approx(1 / (2 * math.log(2)))
+
+
+def test_plain_lines_off_a_terminal(capsys):
+    progress = Progress(steps=9726, start=0, enabled=True)
+    progress.train({"step": 500, "loss": 4.123, "lr": 1.0, "tok_s": 1.02e6, "mfu": 0.41}, eta=5025.0)
+    progress.train({"step": 510, "loss": 4.1, "lr": 1.0}, eta=None)
+    progress.close()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "step 500/9726  loss 4.1230  lr 1.00  1.02M tok/s  mfu 41%  eta 1:23:45"
+    assert second == "step 510/9726  loss 4.1000  lr 1.00"
+
+
+def test_bar_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = Progress(steps=40, start=10, enabled=True)
+    progress.train({"step": 20, "loss": 4.123, "lr": 1.0, "tok_s": 1020.0}, eta=5.0)
+    progress.say("step 20/40  val 4.0000")
+    progress.close()
+    shown = capsys.readouterr().err
+    assert "20/40" in shown
+    assert "loss 4.1230  1.02k tok/s" in shown
+    assert "val 4.0000" in shown
+
+
+def test_other_ranks_say_nothing(capsys):
+    progress = Progress(steps=40, start=0, enabled=False)
+    progress.train({"step": 20, "loss": 4.0, "lr": 1.0}, eta=5.0)
+    progress.say("hello")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_speed_leaves_out_the_first_step(monkeypatch):
+    now = iter([0.0, 0.0, 100.0, 100.0, 102.0, 102.0, 106.0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(now))
+    speed = Speed()
+    for expected in (100.0, 2.0, 4.0):
+        speed.start()
+        assert speed.stop() == expected
+    assert speed.per_step() == 3.0
+
+
+def test_tracker_gets_numbers_under_their_kind(monkeypatch):
+    logged: list = []
+    run = types.SimpleNamespace(log=logged.append, finish=lambda: logged.append("finished"))
+    fake = types.SimpleNamespace(init=lambda **kwargs: logged.append(kwargs) or run)
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    tracking = Tracking("trackio", project="tnlm", run="nano-s0", config={"steps": 3})
+    tracking.log("train", {"step": 1, "loss": 2.5, "path": "x"})
+    tracking.close()
+    assert logged == [
+        {"project": "tnlm", "name": "nano-s0", "config": {"steps": 3}},
+        {"train/step": 1, "train/loss": 2.5},
+        "finished",
+    ]
+
+
+def test_failing_tracker_is_reported_once_and_dropped(monkeypatch, capsys):
+    def fail(values):
+        raise ConnectionError("no route")
+
+    fake = types.SimpleNamespace(init=lambda **kwargs: types.SimpleNamespace(log=fail, finish=lambda: None))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    tracking = Tracking("wandb", project="tnlm", run="r", config={})
+    tracking.log("train", {"loss": 1.0})
+    tracking.log("train", {"loss": 1.0})
+    assert capsys.readouterr().err == "tracking stopped: ConnectionError: no route\n"
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    Tracking("trackio", project="tnlm", run="r", config={})
+    assert "tracking stopped: ModuleNotFoundError" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""The commands and the demonstration: they alone import training and interp together."""

@@ -1,0 +1,1 @@
+"""Reading, writing, finding, verifying and publishing checkpoints."""

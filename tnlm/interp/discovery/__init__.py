@@ -1,0 +1,1 @@
+"""Connections between heads and layers, found from the weights."""

@@ -1,0 +1,1 @@
+"""One layer at a time: its tensor, spectra, decompositions, statistics and similarity."""

@@ -1,0 +1,328 @@
+"""One bilinear layer as a symmetric third-order tensor, kept as factors."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Inexact
+from torch import Tensor
+
+from tnlm.interp.checks import check_bytes, check_choice, check_computed, check_real, check_symmetric, check_tensor
+
+# Elements of one temporary block: 64 MiB in float32.
+_BLOCK = 2**24
+# Units per block at least, where half of the blocks need not be computed.
+_HERMITIAN_ROWS = 256
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BilinearTensor:
+    """``f(x) = w_d (w_l x * w_r x) + bias`` and its tensor ``S``, symmetric in the two inputs, never dense unasked.
+
+    ``S[o, i, j] = 1/2 sum_h w_d[o, h] (w_l[h, i] w_r[h, j] + w_l[h, j] w_r[h, i])``. Norms, inner products and Grams
+    are of ``S``, hence free of the gauge of the factors (order of units, scale within a unit, left against right).
+    Everything here is exact up to rounding. float32, float64 and complex, any device; complex inner products
+    conjugate the second argument. Tensors are kept, not copied: layers made from this one (``fold``, ``project`` and
+    others) may hold views of its factors.
+
+    Args:
+        w_l, w_r: Input maps, without bias.
+        w_d: Output map.
+        bias: Constant added to the output; part of the function and of its moments, not of ``S``.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices that do not fit together; NaN or infinity.
+
+    Source: Pearce et al. 2025, arXiv:2410.08417; formulas derived in docs/mathematics.md.
+    """
+
+    w_l: Inexact[Tensor, "d_hidden d_in"]
+    w_r: Inexact[Tensor, "d_hidden d_in"]
+    w_d: Inexact[Tensor, "d_out d_hidden"]
+    bias: Inexact[Tensor, "d_out"] | None = None
+
+    def __post_init__(self) -> None:
+        check_tensor("w_l", self.w_l, (None, None))
+        check_tensor("w_r", self.w_r, tuple(self.w_l.shape), self.w_l)
+        check_tensor("w_d", self.w_d, (None, self.w_l.shape[0]), self.w_l)
+        if self.bias is not None:
+            check_tensor("bias", self.bias, (self.w_d.shape[0],), self.w_l)
+
+    def __repr__(self) -> str:
+        return (
+            f"BilinearTensor(d_out={self.d_out}, d_in={self.d_in}, d_hidden={self.d_hidden}, "
+            f"bias={self.bias is not None}, {self.dtype}, {self.w_l.device})"
+        )
+
+    @property
+    def d_in(self) -> int:
+        return self.w_l.shape[1]
+
+    @property
+    def d_hidden(self) -> int:
+        return self.w_l.shape[0]
+
+    @property
+    def d_out(self) -> int:
+        return self.w_d.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the dense tensor, ``(d_out, d_in, d_in)``."""
+        return (self.d_out, self.d_in, self.d_in)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.w_l.dtype
+
+    def to(self, *args, **kwargs) -> "BilinearTensor":
+        """The same layer under another dtype or device, as ``Tensor.to``."""
+        bias = None if self.bias is None else self.bias.to(*args, **kwargs)
+        w_l, w_r, w_d = (w.to(*args, **kwargs) for w in (self.w_l, self.w_r, self.w_d))
+        return type(self)(w_l, w_r, w_d, bias)
+
+    def __call__(self, x: Inexact[Tensor, "*batch d_in"]) -> Inexact[Tensor, "*batch d_out"]:
+        """``f(x)``; real weights take complex ``x`` (a polynomial is its own continuation)."""
+        check_tensor("x", x, (..., self.d_in))
+        dtype = torch.promote_types(x.dtype, self.dtype)
+        x, w_l, w_r, w_d = (t.to(dtype) for t in (x, self.w_l, self.w_r, self.w_d))
+        y = ((x @ w_l.mT) * (x @ w_r.mT)) @ w_d.mT
+        return y if self.bias is None else y + self.bias
+
+    def __add__(self, other: "BilinearTensor") -> "BilinearTensor":
+        """Direct sum of hidden units: ``(a + b)(x) == a(x) + b(x)``."""
+        if not isinstance(other, BilinearTensor):
+            return NotImplemented
+        if self.shape != other.shape:
+            raise ValueError(f"layers must have the same shape to be added, got {self.shape} and {other.shape}")
+        check_tensor("w_l of the other layer", other.w_l, (None, None), self.w_l)
+        biases = [b for b in (self.bias, other.bias) if b is not None]
+        return type(self)(
+            torch.cat([self.w_l, other.w_l]),
+            torch.cat([self.w_r, other.w_r]),
+            torch.cat([self.w_d, other.w_d], dim=1),
+            sum(biases[1:], biases[0]) if biases else None,
+        )
+
+    def __mul__(self, scalar: int | float | complex) -> "BilinearTensor":
+        if isinstance(scalar, Tensor) and scalar.ndim:
+            raise ValueError(
+                f"a layer is multiplied by one number, got shape {tuple(scalar.shape)}; project(m) is m f(x)"
+            )
+        return type(self)(self.w_l, self.w_r, self.w_d * scalar, None if self.bias is None else self.bias * scalar)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> "BilinearTensor":
+        return self * -1
+
+    def __sub__(self, other: "BilinearTensor") -> "BilinearTensor":
+        """Difference layer; its moments and bounds measure how far two layers are apart."""
+        return self + -other
+
+    def tensor(self, max_bytes: int = 2**30) -> Inexact[Tensor, "d_out d_in d_in"]:
+        """Dense ``S``: ``d_out d_in**2`` numbers, ``2 d_out d_hidden d_in**2`` flop.
+
+        Raises:
+            ValueError: The tensor would need more than ``max_bytes``; refused before allocating.
+        """
+        check_bytes("the dense tensor", self.shape, self.dtype, max_bytes, "use interaction, apply, gram or eig")
+        return self.interaction(torch.eye(self.d_out, dtype=self.dtype, device=self.w_l.device), max_bytes)
+
+    def symmetrize(self) -> "BilinearTensor":
+        """The same function with equal input maps and ``2 d_hidden`` units: ``lr = 1/4 ((l+r)**2 - (l-r)**2)``."""
+        w = torch.cat([self.w_l + self.w_r, self.w_l - self.w_r])
+        return type(self)(w, w, torch.cat([self.w_d, -self.w_d], dim=1) / 4, self.bias)
+
+    def fold(self, m: Inexact[Tensor, "d_in d_new"]) -> "BilinearTensor":
+        """The layer as a function of ``z`` with ``x = m z``."""
+        check_tensor("m", m, (self.d_in, None), self.w_l)
+        return type(self)(self.w_l @ m, self.w_r @ m, self.w_d, self.bias)
+
+    def project(self, m: Inexact[Tensor, "d_new d_out"]) -> "BilinearTensor":
+        """The layer ``m f(x)``."""
+        check_tensor("m", m, (None, self.d_out), self.w_l)
+        return type(self)(self.w_l, self.w_r, m @ self.w_d, None if self.bias is None else m @ self.bias)
+
+    def augment(self, residual: bool = True) -> "BilinearTensor":
+        """Homogeneous form on ``(1, x)``: output ``(1, x + f(x))``, bias included; ``(1, f(x))`` without residual.
+
+        One unit carries the constant and the bias, ``d_in`` more the identity: ``d_hidden + 1 + d_in`` units.
+        """
+        if residual and self.d_in != self.d_out:
+            raise ValueError(
+                f"a residual needs d_in == d_out, got d_in={self.d_in}, d_out={self.d_out}; pass residual=False"
+            )
+        d, h, n = self.d_in, self.d_hidden, self.d_hidden + 1 + (self.d_in if residual else 0)
+        w_l, w_r, w_d = (self.w_l.new_zeros(shape) for shape in ((n, d + 1), (n, d + 1), (self.d_out + 1, n)))
+        w_l[:h, 1:], w_r[:h, 1:], w_d[1:, :h] = self.w_l, self.w_r, self.w_d
+        w_l[h:, 0] = w_r[h, 0] = w_d[0, h] = 1
+        if self.bias is not None:
+            w_d[1:, h] = self.bias
+        if residual:
+            w_r[h + 1 :, 1:] = w_d[1:, h + 1 :] = torch.eye(d, dtype=self.dtype, device=self.w_l.device)
+        return type(self)(w_l, w_r, w_d)
+
+    def interaction(
+        self, u: Inexact[Tensor, "*batch d_out"], max_bytes: int = 2**30
+    ) -> Inexact[Tensor, "*batch d_in d_in"]:
+        """Symmetric form ``Q_u`` of each direction: ``u . S(x, x) == x^T Q_u x``. ``2 d_hidden d_in**2`` flop each."""
+        check_tensor("u", u, (..., self.d_out), self.w_l)
+        shape = (*u.shape[:-1], self.d_in, self.d_in)
+        check_bytes("the interaction matrices", shape, self.dtype, max_bytes, "use fewer directions, apply or eig")
+        w = u.reshape(-1, self.d_out) @ self.w_d
+        size = max(1, _BLOCK // max(1, self.d_hidden * self.d_in))
+        blocks = [(self.w_l.mT * part[:, None]) @ self.w_r for part in w.split(size)]
+        q = torch.cat(blocks).reshape(shape) if blocks else w.new_zeros(shape)
+        q = (q + q.mT) / 2
+        check_computed("the form", q)
+        return q
+
+    def apply(
+        self, u: Inexact[Tensor, "*batch d_out"], x: Inexact[Tensor, "*batch d_in k"]
+    ) -> Inexact[Tensor, "*batch d_in k"]:
+        """``Q_u x`` for ``k`` columns without forming ``Q_u``: ``8 d_hidden d_in`` flop per column."""
+        check_tensor("u", u, (..., self.d_out), self.w_l)
+        check_tensor("x", x, (*u.shape[:-1], self.d_in, None), self.w_l)
+        k = x.shape[-1]
+        w = (u @ self.w_d)[..., None, :].expand(*u.shape[:-1], k, self.d_hidden)
+        return self.apply_rows(w.reshape(-1, self.d_hidden), x.mT.reshape(-1, self.d_in)).reshape(x.mT.shape).mT
+
+    def apply_rows(self, w: Inexact[Tensor, "n d_hidden"], x: Inexact[Tensor, "n d_in"]) -> Inexact[Tensor, "n d_in"]:
+        """Row n is ``Q x[n]`` for the hidden weights ``w[n] = u[n] w_d``: the four GEMMs inside every Krylov step."""
+        return (((x @ self.w_l.mT) * w) @ self.w_r + ((x @ self.w_r.mT) * w) @ self.w_l) / 2
+
+    def traces(self) -> Inexact[Tensor, " d_out"]:
+        """Trace of every output's form, ``sum_i S[o, i, i]``: the mean of ``f - bias`` over isotropic inputs."""
+        return self.w_d @ (self.w_l * self.w_r).sum(1)
+
+    def gram(
+        self, mode: Literal["out", "in"] = "out", metric: Inexact[Tensor, "n n"] | None = None
+    ) -> Inexact[Tensor, "m m"]:
+        """Gram matrix of one axis of ``S``, the others contracted.
+
+        ``out``: ``sum_ijkl S[o,i,j] M[i,k] M[j,l] S[p,k,l]``; about three ``d_hidden**2 d_in`` products.
+        ``in``: ``sum_opj S[o,i,j] M[o,p] S[p,k,j]``; about eight.
+
+        Args:
+            metric: Symmetric metric of the contracted axis, identity by default: for ``out`` an input covariance,
+                for ``in`` an output metric such as ``w_u^T w_u`` ("what the logits read").
+
+        Returns:
+            ``(d_out, d_out)`` or ``(d_in, d_in)``, symmetric (Hermitian). Its eigenvalues are squared singular
+            values: use float64 for the tail.
+        """
+        check_choice("mode", mode, ("out", "in"))
+        if metric is not None:
+            size = self.d_in if mode == "out" else self.d_out
+            check_tensor("metric", metric, (size, size), self.w_l)
+            check_symmetric("metric", metric)
+        if mode == "in":
+            return input_gram(self, metric)
+        return cross_gram(self, self, metric, hermitian=True)
+
+    def norm(self) -> Tensor:
+        """Frobenius norm of ``S``, float64."""
+        return self.inner(self).real.clamp_min(0).sqrt()
+
+    def inner(self, other: "BilinearTensor", kind: Literal["sym", "gaussian", "sphere"] = "sym") -> Tensor:
+        """Inner product with another layer of the same shape; the last sum is in float64 (complex128).
+
+        ``sym``: of the tensors, ``<S_a, S_b>``. ``gaussian``: of the functions, bias included, ``E f_a(x) . f_b(x)``
+        over ``N(0, 1)``. ``sphere``: the same uniformly over ``|x|**2 = d_in``. Five ``d_hidden**2 d_in`` products,
+        about three with itself.
+        """
+        check_choice("kind", kind, ("sym", "gaussian", "sphere"))
+        check_layer(other)
+        if self.shape != other.shape:
+            raise ValueError(f"layers must have the same shape to be compared, got {self.shape} and {other.shape}")
+        check_tensor("w_l of the other layer", other.w_l, (None, None), self.w_l)
+        wide = torch.promote_types(self.dtype, torch.float64)
+        total = self.w_l.new_zeros((), dtype=wide)
+        for rows, columns, kernel in _kernel_blocks(self, other, hermitian=other is self):
+            outputs = self.w_d[:, rows].mT @ other.w_d[:, columns].conj()
+            products = outputs * kernel
+            check_computed("the inner product", products)
+            total = total + products.sum(dtype=wide)
+        if other is self:
+            total = total.real.to(wide)
+        if kind == "sym":
+            return total
+        means, other_means = (b.traces().to(wide) for b in (self, other))
+        quadratic = 2 * total + _dot(means, other_means)
+        if kind == "sphere":
+            quadratic = quadratic * (self.d_in / (self.d_in + 2))
+        zero = torch.zeros_like(means)
+        bias, other_bias = (zero if b.bias is None else b.bias.to(wide) for b in (self, other))
+        return quadratic + _dot(bias, other_means) + _dot(means, other_bias) + _dot(bias, other_bias)
+
+
+def check_layer(b: object, *, real: bool = False) -> None:
+    """Raise ValueError unless ``b`` is a layer as factors, with real weights where a spectrum is wanted."""
+    if not isinstance(b, BilinearTensor):
+        raise ValueError(
+            f"the layer must be a BilinearTensor, got {type(b).__name__}; tnlm.interp.extract(model).mlp[l] is one"
+        )
+    if real:
+        check_real("the layer", b.w_l)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b.conj()).sum()
+
+
+def _row_blocks(a: BilinearTensor, b: BilinearTensor, at_most: int | None = None) -> Iterator[slice]:
+    step = max(1, min(_BLOCK // max(1, b.d_hidden), at_most or a.d_hidden))
+    return (slice(start, start + step) for start in range(0, a.d_hidden, step))
+
+
+def _kernel_blocks(
+    a: BilinearTensor, b: BilinearTensor, metric: Tensor | None = None, *, hermitian: bool
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Blocks ``(units of a, units of b, kernel)`` of the inner products of the symmetrised units ``sym(l_h r_h^T)``.
+
+    Of a layer with itself, under a Hermitian metric, the kernel is Hermitian: blocks below its diagonal are left out
+    and those above doubled, so that the real or Hermitian part of a sum over blocks is the whole.
+    """
+    for rows in _row_blocks(a, b, max(_HERMITIAN_ROWS, a.d_hidden // 16) if hermitian else None):
+        columns = slice(rows.start if hermitian else 0, b.d_hidden)
+        l_a, r_a, l_b, r_b = a.w_l[rows], a.w_r[rows], b.w_l[columns].mH, b.w_r[columns].mH
+        if metric is not None:
+            l_a, r_a = l_a @ metric, r_a @ metric
+        kernel = ((l_a @ l_b) * (r_a @ r_b) + (l_a @ r_b) * (r_a @ l_b)) / 2
+        if hermitian:
+            kernel[:, len(l_a) :] *= 2
+        yield rows, columns, kernel
+
+
+def cross_gram(
+    a: BilinearTensor, b: BilinearTensor, metric: Tensor | None = None, *, hermitian: bool = False
+) -> Tensor:
+    """``G[o, p] = <S_a[o], S_b[p]>`` with a metric ``(d_in of a, d_in of b)`` on both input legs.
+
+    Pass ``hermitian`` for ``a is b`` under a Hermitian metric: half the work.
+    """
+    g = a.w_d.new_zeros(a.d_out, b.d_out)
+    for rows, columns, kernel in _kernel_blocks(a, b, metric, hermitian=hermitian):
+        g = g + a.w_d[:, rows] @ (kernel @ b.w_d[:, columns].mH)
+    g = (g + g.mH) / 2 if hermitian else g
+    check_computed("the Gram matrix", g)
+    return g
+
+
+def input_gram(b: BilinearTensor, metric: Tensor | None = None, second: Tensor | None = None) -> Tensor:
+    """``G[i, k] = S[o,i,j] metric[o,p] second[j,l] S[p,k,l]`` (identities by default), both metrics symmetric."""
+    w_l, w_r, outputs = b.w_l, b.w_r, b.w_d if metric is None else metric.mT @ b.w_d
+    g = w_l.new_zeros(b.d_in, b.d_in)
+    for rows in _row_blocks(b, b):
+        m = outputs[:, rows].mT @ b.w_d.conj()
+        l_rows, r_rows = (w[rows] if second is None else w[rows] @ second for w in (w_l, w_r))
+        right_legs = (m * (r_rows @ w_r.mH)) @ w_l.conj()
+        left_legs = (m * (l_rows @ w_l.mH)) @ w_r.conj()
+        crossed = (m * (r_rows @ w_l.mH)) @ w_r.conj()
+        # the other crossed term is the transpose of this one
+        g = g + w_l[rows].mT @ (right_legs + 2 * crossed) + w_r[rows].mT @ left_legs
+    g = (g + g.mH) / 8
+    check_computed("the Gram matrix", g)
+    return g

@@ -1,0 +1,56 @@
+"""How far rounding can take what is computed from a layer from its exact value: bounds known beforehand.
+
+A sum of ``n`` products in a dtype of unit roundoff ``e`` is off by at most ``gamma(n) = n e / (1 - n e)`` times the sum
+of their absolute values, in any order of summation (Higham 2002, section 3.1); lengths of nested sums add up.
+"""
+
+import torch
+from torch import Tensor
+
+from tnlm.interp.layers.bilinear import BilinearTensor
+
+
+def gamma(n: int, dtype: torch.dtype) -> float:
+    """Relative error of a sum of ``n`` products against the sum of their absolute values."""
+    error = n * torch.finfo(dtype).eps / 2
+    return error / (1 - error) if error < 1 else torch.inf
+
+
+def form_size(b: BilinearTensor, rows: Tensor) -> Tensor:
+    """``sum_oh |u_o w_d[o, h]| |w_l[h]| |w_r[h]|`` of every row ``u (n, d_out)``, in float64.
+
+    At least what the absolute values of all products in a form, in its trace and in the root of its squared norm sum
+    to, by Cauchy and Schwarz: the scale that their errors are relative to.
+    """
+    w_l, w_r, w_d, rows = (t.detach().double() for t in (b.w_l, b.w_r, b.w_d, rows))
+    return rows.abs() @ (w_d.abs() @ (w_l.norm(dim=1) * w_r.norm(dim=1)))
+
+
+def form_error(b: BilinearTensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bound on the error of every row's form (Frobenius norm), and of its trace, when computed in ``dtype``."""
+    return gamma(b.d_out + b.d_hidden + b.d_in + 8, dtype) * form_size(b, rows)
+
+
+def squared_norm_error(b: BilinearTensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bound on the error of every row's squared Frobenius norm, when computed in ``dtype`` by either Gram."""
+    return gamma(2 * (b.d_out + b.d_hidden + b.d_in) + 16, dtype) * form_size(b, rows).square()
+
+
+def diagonalised_error(b: BilinearTensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bound on the error of every eigenvalue of a form that is formed and diagonalised in ``dtype``.
+
+    That of the form (Weyl), and the backward error of a symmetric eigensolver, ``d_in`` roundings of the norm.
+    """
+    return form_error(b, rows, dtype) + gamma(b.d_in, dtype) * form_size(b, rows)
+
+
+def round_down(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The float64 ``x`` in ``dtype``, below it or equal; gradients are those of the conversion."""
+    narrow = x.to(dtype)
+    below = torch.nextafter(narrow.detach(), torch.full_like(narrow, -torch.inf))
+    return narrow + torch.where(narrow.detach().double() > x.detach(), below - narrow.detach(), 0)
+
+
+def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The float64 ``x`` in ``dtype``, above it or equal."""
+    return -round_down(-x, dtype)

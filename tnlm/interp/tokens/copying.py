@@ -1,0 +1,167 @@
+"""How an attention-only model copies, read off its weights: tables over tokens, with the exact null of each score."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tnlm.interp.checks import check_count, check_real, check_tensor, check_view
+from tnlm.interp.extraction import Extracted
+from tnlm.interp.layers.heads import BilinearHead
+
+
+class Match(NamedTuple):
+    """Does row ``t`` of a table prefer column ``t``?"""
+
+    value: float
+    """Mean of the diagonal."""
+    null: float
+    """Mean of the whole table: what the diagonal's mean is on average when the columns are permuted."""
+    z: float
+    """Standard deviations of that null between the two; at most ``n - 1``, which a multiple of the identity has."""
+
+
+def match(table: Float[Tensor, "n n"]) -> Match:
+    """The diagonal of a table of token pairs against all permutations of its columns, mean and variance exact.
+
+    ``sum_i table[i, p(i)]`` over uniform permutations ``p`` has variance ``sum d**2 / (n - 1)``, ``d`` the table
+    centred by rows and columns. A table without structure (``d = 0``) has z = 0.
+
+    Raises:
+        ValueError: The table is not square, has fewer than 2 tokens, or is not finite.
+
+    Source: Hoeffding 1951, A combinatorial central limit theorem.
+    """
+    check_tensor("table", table, (None, None))
+    check_tensor("table", table, (None, len(table)))
+    check_real("table", table)
+    check_count("the number of tokens", len(table), 2)
+    n, wide = len(table), table.double()
+    centred = wide - wide.mean(0) - wide.mean(1, keepdim=True) + wide.mean()
+    deviation = float((centred.square().sum() / (n - 1)).sqrt())
+    value, null = float(wide.diagonal().mean()), float(wide.mean())
+    noise = torch.finfo(table.dtype).eps * float(wide.abs().max()) * n
+    return Match(value, null, n * (value - null) / deviation if deviation > noise else 0.0)
+
+
+def pattern_table(
+    head: BilinearHead, queries: Float[Tensor, "n_q d_in"], keys: Float[Tensor, "n_k d_in"], distance: int = 0
+) -> Float[Tensor, "n_q n_k"]:
+    """Pattern of every query input looking at every key input ``distance`` positions back: ``n_q n_k`` numbers.
+
+    For a few keys of each token in large vocabularies use :meth:`BilinearHead.token_scores`, which is blockwise.
+
+    Raises:
+        ValueError: The pattern is not polynomial, or shapes do not fit.
+    """
+    head._require_pattern("pattern_table")
+    scores = (
+        head.token_table(queries, branch, "q") @ head.token_table(keys, branch, "k", -distance).mT for branch in (1, 2)
+    )
+    first, second = scores
+    return first * second / head.d_qk**2
+
+
+def copy_table(
+    net: Extracted, layer: int, head: int, inputs: Float[Tensor, "d_vocab d_model"]
+) -> Float[Tensor, "d_vocab d_vocab"]:
+    """Logit of token ``i`` (row) when a head reads ``inputs[j]`` (column) with pattern 1, on the direct path out.
+
+    A head copies when the diagonal stands out (:func:`match`) with the sign of its pattern. Needs a model without
+    norms, where logits are linear in what a head writes; ``d_vocab**2`` numbers.
+
+    Raises:
+        ValueError: The model has norms, or shapes do not fit.
+    """
+    check_view(net, "config", "attention", "unembed", "write_factors")
+    _require_no_norm(net, "copy_table")
+    check_count("layer", layer, 0, len(net.attention) - 1)
+    check_tensor("inputs", inputs, (len(net.unembed), net.unembed.shape[1]), net.unembed)
+    return net.write_factors[layer] * (net.unembed @ (net.attention[layer].head(head).ov() @ inputs.mT))
+
+
+def follower_entries(tokens: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq seq"]:
+    """Entries ``[query, key]`` of a pattern whose key follows a token equal to the query's: what induction uses."""
+    if tokens.ndim != 2 or tokens.dtype.is_floating_point:
+        raise ValueError(f"tokens must be ids (batch, seq), got shape {tuple(tokens.shape)} of {tokens.dtype}")
+    follows = torch.zeros(*tokens.shape, tokens.shape[1], dtype=torch.bool, device=tokens.device)
+    follows[:, :, 1:] = tokens[:, :, None] == tokens[:, None, :-1]
+    return follows.tril()
+
+
+def equal_part(entries: Bool[Tensor, "batch seq seq"], seed: int = 0) -> Bool[Tensor, "batch seq seq"]:
+    """In every row as many entries as given, drawn at random from the other causal ones: the control of an ablation.
+
+    Raises:
+        ValueError: Entries in the future, or a row that has fewer others than entries.
+    """
+    if entries.dtype != torch.bool or entries.ndim != 3 or entries.shape[1] != entries.shape[2]:
+        raise ValueError(f"entries must be bool (batch, seq, seq), got {entries.dtype} of shape {tuple(entries.shape)}")
+    if bool((entries & ~entries.tril()).any()):
+        raise ValueError("entries must be causal (key at or before query), got some in the future; use .tril()")
+    others = torch.ones_like(entries).tril() & ~entries
+    wanted, have = entries.sum(-1, keepdim=True), others.sum(-1, keepdim=True)
+    if bool((wanted > have).any()):
+        row = int((wanted > have).flatten(1).any(0).nonzero()[0])
+        most = int(wanted[:, row].max())
+        raise ValueError(f"every row needs as many other entries as it has, got {most} of the {row + 1} in row {row}")
+    noise = torch.rand(entries.shape, generator=torch.Generator().manual_seed(seed)).to(entries.device)
+    order = noise.masked_fill(~others, 2.0).argsort(-1).argsort(-1)
+    return order < wanted
+
+
+def cycle_votes(net: Extracted, period: int, position: int, *, clock: bool = True) -> Float[Tensor, " period"]:
+    """What two layers of attention do on ``a b c a b c ...``, as the weights say on average over tokens.
+
+    ``votes[r]`` is the logit that layer 1 adds at ``position`` to the token ``r`` steps back, above other tokens: its
+    mean pattern, summed over the keys that hold that token, times what it copies (:func:`copy_table`). ``r = 0`` is the
+    token itself, ``r = period - 1`` the one that comes next. The reading is: layer 0 looks at equal tokens alone, so it
+    turns ``E[t]`` at position ``i`` into ``E[t] + c W[t]``, ``W = OV E``, where ``c = sum_k a(k period)`` adds its
+    pattern ``a`` at the distances where the token came before: ``c`` tells the period, a clock. Both layers are
+    averaged over tokens (equal and different ones apart). Approximate: no data is used, and tokens differ.
+
+    Args:
+        net: Two layers of one head with polynomial pattern; no MLP, norm, mixing or biases.
+        period: Distinct tokens in the cycle, at least 2.
+        position: Of the query, from 0; at least ``period``, so that every token of the cycle came before.
+        clock: False leaves layer 0 out (``c = 0``): what layer 1 does by distance alone.
+
+    Raises:
+        ValueError: Another architecture, or numbers out of range. Costs ``position`` tables of ``d_vocab**2``.
+    """
+    check_view(net, "config", "attention", "unembed", "x0")
+    config = net.config
+    plain = config.n_layer == 2 and config.n_head == 1 and config.mlp == "none" and not config.x0_mixing
+    if not plain or config.qk_bias or config.value_residual:
+        raise ValueError(
+            "cycle_votes reads two layers of one head and nothing else (mlp='none', no x0_mixing, value_residual or "
+            f"qk_bias), got n_layer={config.n_layer}, n_head={config.n_head}, mlp={config.mlp!r}"
+        )
+    _require_no_norm(net, "cycle_votes")
+    check_count("period", period, 2)
+    check_count("position", position, period, config.n_ctx - 1)
+    first, second = (net.attention[layer].head(0) for layer in (0, 1))
+    x = net.x0[: len(net.tokens)]
+    written = (first.ov() @ x.mT).mT
+    # how far layer 0 has moved a token that came back every period: one number for each earlier position
+    equal = torch.stack([pattern_table(first, x, x, k).diagonal().mean() for k in range(0, position + 1, period)])
+    counts = torch.arange(position + 1, device=x.device) // period
+    moved = equal.cumsum(0)[counts] * float(clock)
+    off = ~torch.eye(len(x), dtype=torch.bool, device=x.device)
+    votes = x.new_zeros(period)
+    for key in range(position + 1):
+        distance = position - key
+        table = pattern_table(second, x + moved[position] * written, x + moved[key] * written, distance)
+        votes[distance % period] += table[off].mean() if distance % period else table.diagonal().mean()
+    copied = match(copy_table(net, 1, 0, net.x0)[: len(x), : len(x)])
+    # the null counts the diagonal in: other tokens alone are n / (n - 1) times as far from it
+    return votes * (copied.value - copied.null) * len(x) / (len(x) - 1)
+
+
+def _require_no_norm(net: Extracted, what: str) -> None:
+    if net.config.norm != "none" or net.config.qk_norm:
+        raise ValueError(
+            f"{what} needs a model without norms, got norm={net.config.norm!r}, qk_norm={net.config.qk_norm}: "
+            "their scales are of a run, not of the weights"
+        )

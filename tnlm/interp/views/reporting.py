@@ -1,0 +1,236 @@
+"""One self-contained HTML report of a model, from its weights and a little text."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tnlm.config import POLYNOMIAL_ATTENTIONS
+from tnlm.interp.checks import check_count
+from tnlm.interp.extraction import Extracted, extract
+from tnlm.interp.layers.bilinear import BilinearTensor
+from tnlm.interp.layers.decompositions import hosvd
+from tnlm.interp.layers.spectra import Eig, eig
+from tnlm.interp.predictions.ablation import delta_ce, with_mlp
+from tnlm.interp.predictions.explanation import explain
+from tnlm.interp.tokens.ranking import Pair
+from tnlm.interp.tokens.tables import path_table
+from tnlm.interp.views import plot
+from tnlm.output.page import Page
+from tnlm.output.progress import track
+from tnlm.points import record
+from tnlm.transformer import Transformer
+
+if TYPE_CHECKING:
+    from tnlm.text.tokenizer import Tokenizer
+
+_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.1)
+_SHOWN_SEQ = 32
+
+
+def report(
+    model: "Transformer | Extracted | str | Any",
+    path: str | Path,
+    *,
+    tokens: Int[Tensor, "rows seq_plus_1"],
+    tokenizer: "Tokenizer | None" = None,
+    target: int | None = None,
+    top: int = 8,
+    progress: bool = True,
+) -> Path:
+    """Write a report of the model as one HTML file that needs no network, and return its path.
+
+    Parameters and their polynomial share, the error of the extracted tensors against the forward, mixing scalars,
+    spectra of one token's direction in every layer and its leading eigenvectors as tokens, heads, what truncating a
+    layer costs on ``tokens``, and one explained logit with ablations.
+
+    Args:
+        path: The file, conventionally ``report.html``; its folder is made.
+        tokens: Held-out rows: the first is the prompt that is explained, all measure the truncations.
+        tokenizer: To print tokens as text.
+        target: Id whose direction is studied; by default what the model predicts after the prompt.
+        top: Eigenvectors, rows and pairs listed.
+
+    Raises:
+        ValueError: Tokens or target out of range, or shapes that do not fit.
+    """
+    net = model if isinstance(model, Extracted) else extract(model)
+    page = Page(f"tnlm report: {net.config.n_layer} layers, {net.config.mlp} MLP, {net.config.attention} attention")
+    add_sections(page, net, tokens=tokens, tokenizer=tokenizer, target=target, top=top, progress=progress)
+    return page.write(path)
+
+
+def add_sections(
+    page: Page,
+    net: Extracted,
+    *,
+    tokens: Int[Tensor, "rows seq_plus_1"],
+    tokenizer: "Tokenizer | None" = None,
+    target: int | None = None,
+    top: int = 8,
+    progress: bool = True,
+) -> None:
+    """The sections of :func:`report` on a page that exists."""
+    if tokens.ndim != 2 or tokens.shape[1] < 2 or not len(tokens):
+        raise ValueError(f"tokens must be (rows, seq + 1), got shape {tuple(tokens.shape)}")
+    for part in (tokens[:, :-1], tokens[:, 1:]):
+        net.model.check_tokens(part, limit=net.config.d_vocab_used)
+    check_count("top", top, 1)
+    prompt = tokens[0, :-1]
+    if target is None:
+        with torch.no_grad():
+            target = int(net.model(prompt[None])[0, -1, : net.config.d_vocab_used].argmax())
+    net.check_prompt("report", prompt, target=target)
+    names = [str(i) if tokenizer is None else tokenizer.decode([i]) for i in net.tokens]
+    steps = [_model, _exactness, _scalars, _spectra, _heads, _truncation, _explanation]
+    study = _Study(net, tokens, prompt, target, names, tokenizer, top)
+    for step in track(steps, "writing the report", enabled=progress):
+        step(page, study)
+
+
+class _Study:
+    """What every section reads."""
+
+    def __init__(
+        self,
+        net: Extracted,
+        tokens: Tensor,
+        prompt: Tensor,
+        target: int,
+        names: list[str],
+        tokenizer: "Tokenizer | None",
+        top: int,
+    ) -> None:
+        self.net, self.tokens, self.prompt, self.target = net, tokens, prompt, target
+        self.names, self.tokenizer, self.top = names, tokenizer, top
+        config = net.config
+        self.tensor_mlp = config.mlp_is_form
+        self.tensor_attention = config.attention in POLYNOMIAL_ATTENTIONS and config.attention != "none"
+
+    def direction(self) -> Tensor:
+        """The target's unembedding row less the vocabulary's mean, which softmax ignores."""
+        used = self.net.unembed[: len(self.net.tokens)]
+        return used[self.target] - used.mean(0)
+
+
+def _model(page: Page, study: _Study) -> None:
+    config = study.net.config
+    page.heading("Model")
+    counts: dict[str, int] = {"embedding and unembedding": 0, "attention": 0, "MLP": 0, "scalars and biases": 0}
+    for name, p in study.net.model.named_parameters():
+        kind = "attention" if ".attn." in name else "MLP" if ".mlp." in name else "embedding and unembedding"
+        counts["scalars and biases" if p.ndim < 2 else kind] += p.numel()
+    page.table(["part", "parameters"], [*counts.items(), ("all", sum(counts.values()))])
+    settings = config.to_dict().items()
+    page.table(["setting", "value"], [(k, f"{v:g}" if isinstance(v, float) else str(v)) for k, v in settings])
+
+
+def _exactness(page: Page, study: _Study) -> None:
+    page.heading("Do the extracted tensors equal the model?")
+    polynomial = study.net.config.layers_polynomial
+    if not polynomial:
+        page.text(
+            "Some layers are no polynomials, so the model as a whole has no tensor network; its polynomial parts do."
+        )
+        return
+    error = study.net.check(study.prompt[None])
+    page.text(
+        f"Extracted tensors contracted with the norms of this run against the logits: largest difference {error:.1e} "
+        "of the largest logit."
+    )
+    exact = "exact for every input" if study.net.config.polynomial else "exact given the norms of a run"
+    page.text(f"What follows from the weights alone is {exact}; the softcap comes after everything.", note=True)
+
+
+def _scalars(page: Page, study: _Study) -> None:
+    if study.net.config.x0_mixing or study.net.config.value_residual:
+        page.heading("How layers mix")
+        page.figure(plot.lambdas(study.net))
+
+
+def _spectra(page: Page, study: _Study) -> None:
+    page.heading("Spectra of one direction")
+    net, name = study.net, study.names[study.target]
+    if not study.tensor_mlp:
+        page.text(f"A {net.config.mlp} MLP has no tensor, so no spectrum.")
+        return
+    u = study.direction()
+    spectra: list[Eig] = [eig(net.mlp[l], net.write_factors[l] * u) for l in range(net.n_layer)]
+    size = min(64, net.config.d_model)
+    curves = {f"layer {l}": (range(size), s.values.abs()[:size].tolist()) for l, s in enumerate(spectra)}
+    title = f"Eigenvalues for the token {name!r}, by magnitude"
+    page.figure(plot.lines(curves, title=title, x="rank", y="|eigenvalue|", subtitle="exact: of the weights"))
+    strongest = max(range(net.n_layer), key=lambda l: float(spectra[l].values.abs().max()))
+    pairs = spectra[strongest]
+    page.text(
+        f"Layer {strongest} holds the largest eigenvalue. Its leading eigenvectors, by the tokens of the text "
+        "whose bare embeddings score highest and lowest on them:"
+    )
+    k = min(study.top, 6)
+    ids = study.tokens.unique()
+    labels = [study.names[i] for i in ids.tolist()]
+    page.figure(plot.eigenvectors(pairs.vectors[:, :k], pairs.values[:k], net.x0[ids], labels))
+
+
+def _heads(page: Page, study: _Study) -> None:
+    net = study.net
+    if net.config.attention == "none":
+        return
+    page.heading("Heads")
+    rows: list[tuple[object, ...]] = []
+    for l in range(net.n_layer):
+        for n in range(net.config.n_head):
+            head = net.attention[l].head(n)
+            norms = (float(head.norm(0)), float(head.norm(1))) if study.tensor_attention else ("", "")
+            found = path_table(net, l, n, 1, by="all", which="abs")
+            moved = [Pair(*row) for row in (found.itertuples(index=False) if hasattr(found, "itertuples") else found)]
+            pair = f"{study.names[int(moved[0].source)]!r} to {study.names[int(moved[0].target)]!r}" if moved else ""
+            rows.append((f"L{l}.H{n}", *norms, float(head.ov("layer").norm()), pair))
+    note = "its output-value circuit on bare tokens"
+    header = ["head", "pattern norm, distance 0", "distance 1", "output-value norm", f"strongest pair of {note}"]
+    page.table(header, rows)
+    if len(study.prompt) <= _SHOWN_SEQ:
+        layer, suffixes = net.n_layer - 1, ("", "2")[: net.config.n_qk]
+        points = [f"blocks.{layer}.attn.hook_attn_scores{s}" for s in suffixes]
+        points.append(f"blocks.{layer}.attn.hook_pattern")
+        run = record(net.model, study.prompt[None], points)
+        labels = [study.names[int(t)] for t in study.prompt]
+        title = f"Layer {layer} on the prompt"
+        page.figure(plot.attention(run[points[-1]][0], [run[p][0] for p in points[:-1]], labels=labels, title=title))
+
+
+def _truncation(page: Page, study: _Study) -> None:
+    page.heading("What truncating the last MLP costs")
+    if not study.tensor_mlp:
+        page.text("Only polynomial MLPs are truncated here.")
+        return
+    net, d = study.net, study.net.config.d_model
+    layer = net.n_layer - 1
+    tucker = hosvd(net.mlp[layer], d, d)
+    ranks = sorted({max(1, round(f * d)) for f in _FRACTIONS}, reverse=True)
+    costs = []
+    for rank in ranks:
+        out, inp = tucker.out[:, :rank], tucker.inp[:, :rank]
+        small = net.mlp[layer].fold(inp).project(out.mT).fold(inp.mT.contiguous()).project(out)
+        edited = BilinearTensor(small.w_l, small.w_r, small.w_d, net.mlp[layer].bias)
+        costs.append(delta_ce(net, with_mlp(net.model, {layer: edited}), study.tokens))
+    curve, errors = [c.mean for c in costs], [c.error or 0.0 for c in costs]
+    title = f"HOSVD of layer {layer} to equal input and output rank"
+    page.figure(plot.truncation(ranks, {"layer": curve}, errors={"layer": errors}, title=title))
+    page.table(
+        ["rank", "change of cross-entropy (nats)", "standard error", "KL (nats)"],
+        [(rank, c.mean, "" if c.error is None else c.error, c.kl) for rank, c in zip(ranks, costs, strict=True)],
+    )
+
+
+def _explanation(page: Page, study: _Study) -> None:
+    page.heading("One prediction explained")
+    e = explain(study.net, study.prompt, study.target, tokenizer=study.tokenizer)
+    text = "".join(study.names[int(t)] for t in study.prompt)
+    page.code(text[-400:])
+    page.figure(e.plot())
+    header = ["part", "adds", "removed at the end (predicted)", "(measured)", "removed where it is written"]
+    page.table(header, [(e.label(row), row.value, *e.ablate(row)) for row in e.rows[: study.top]])
+    page.text(f"{len(e)} parts sum to {e.logit:.4f}; rounding leaves {e.remainder:.1e}.", note=True)

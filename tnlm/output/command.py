@@ -1,0 +1,200 @@
+"""What ``tnlm`` and ``tnlm-train`` share: common flags, loading, tables, how a command ends. Imports no torch."""
+
+import json as jsonlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+import tyro
+
+import tnlm
+
+if TYPE_CHECKING:
+    from tnlm.transformer import Transformer
+
+
+INTERRUPTED, UNREAD = 130, 141
+"""Exit codes, 128 + the number of a signal: SIGINT, and SIGPIPE when whoever read the output has left."""
+
+
+def guarded(program: str, run: Callable[[], int]) -> int:
+    """The exit code of ``run()``; Ctrl-C is one line, and a reader that left (``| head``) is no error."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes once more at exit, and would complain there
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            os.dup2(nowhere, stream.fileno())
+        return UNREAD
+
+
+REPORTED = (
+    "torch triton numpy scipy transformer-lens transformers tokenizers tiktoken safetensors huggingface-hub einops "
+    "opt-einsum jaxtyping plotly tyro"
+).split()
+"""Packages whose versions ``--version --json`` lists."""
+
+
+def versions() -> dict[str, Any]:
+    """What is installed, as a bug report needs it; null where a package is absent. Read without importing any."""
+    packages: dict[str, str | None] = {}
+    for name in REPORTED:
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            packages[name] = None
+    return {
+        "tnlm": tnlm.__version__,
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "platform": platform.platform(),
+        "packages": packages,
+    }
+
+
+def print_version(program: str, argv: Sequence[str] | None) -> bool:
+    """Answer ``--version``, as one JSON record with ``--json``; False if the arguments ask for something else."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if "--version" not in arguments or not {*arguments} <= {"--version", "--json"}:
+        return False
+    if "--json" not in arguments:
+        print(f"{program} {tnlm.__version__}")
+    print_record(versions() if "--json" in arguments else None)
+    return True
+
+
+def print_record(record: dict[str, Any] | None = None) -> None:
+    """Print a record as one line of JSON, and bring all of stdout out, so that a full disk is noticed here."""
+    if record is not None:
+        print(jsonlib.dumps(record))
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def without_none(made: type) -> type:
+    """Class decorator, below ``@dataclass``: in the help, what may be left out is not called ``None``."""
+    for name, kind in made.__annotations__.items():
+        bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+        others = [option for option in get_args(bare) if option is not NoneType]
+        if len(others) < len(get_args(bare)):
+            choices = [str(value) for option in others for value in get_args(option)]
+            metavar = f"{{{','.join(choices)}}}" if choices else "|".join(option.__name__.upper() for option in others)
+            hint = tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+            made.__annotations__[name] = Annotated[bare, hint, *getattr(kind, "__metadata__", ())]
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What every command takes."""
+
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print one JSON record instead of tables."""
+
+    def __init_subclass__(cls) -> None:
+        without_none(cls)
+
+    def execute(self) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    def show(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> None:
+        """A table for people; silent under ``--json``."""
+        if self.json:
+            return
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=title, title_justify="left", show_header=bool(header))
+        for name in header or ("",) * len(rows[0]):
+            table.add_column(name, overflow="fold")  # a hash too long for its column is not cut
+        for row in rows:
+            table.add_row(*(_cell(value) for value in row))
+        console = Console(markup=False, emoji=False, highlight=False)
+        with console.capture() as text:  # printed by us: rich would end the process when the reader has left
+            console.print(table)
+        print(text.get(), end="")
+
+    def say(self, text: str, *, on_stderr: bool = False) -> None:
+        """A line for people, as it is; silent under ``--json``."""
+        if not self.json:
+            print(text, file=sys.stderr if on_stderr else sys.stdout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCommand(Command):
+    """A command about one model."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Folder, weight file or run folder; short name of a released model; or Hub id."""
+    revision: str | None = None
+    """Commit, branch or tag of a Hub id."""
+    attention: Literal["squared", "squared_normalized"] | None = None
+    """For files that do not say which of the two they are."""
+    override: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE", help_behavior_hint="")
+    ] = ()
+    """What the file's config does not say, such as n_head=1; repeat it for more. Values are JSON, else text."""
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """:attr:`override` as the mapping that :func:`tnlm.load` takes."""
+        said = {}
+        for text in self.override:
+            key, equals, value = text.partition("=")
+            if not key or not equals:
+                raise ValueError(f"--override takes KEY=VALUE, such as n_head=1, got {text!r}")
+            said[key] = _json_or_text(value)
+        return said
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCommand(ModelCommand):
+    """A command that runs a model on text."""
+
+    tokenizer: str | None = None
+    """gpt2, bytes, or a path; by default the one saved with the model, else by the size of its vocabulary."""
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16", "float64", "checkpoint"] = "float32"
+    """checkpoint keeps the stored mixture of bf16 and float32."""
+
+    def load(self) -> "Transformer":
+        return load_model(self, dtype=self.dtype, device=self.device)
+
+
+def load_model(command: ModelCommand, *, dtype: str, device: str = "cpu") -> "Transformer":
+    """:func:`tnlm.load` of a command's model, with the dtype by name; says that it is loading when that takes long."""
+    import torch
+
+    from tnlm.checkpoints.checkpoint import load
+    from tnlm.output.progress import announce
+
+    wanted = dtype if dtype == "checkpoint" else getattr(torch, dtype)
+    with announce(f"loading {command.model}"):
+        return load(
+            command.model,
+            revision=command.revision,
+            device=device,
+            dtype=wanted,
+            attention=command.attention,
+            overrides=command.overrides,
+        )
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return jsonlib.loads(value)
+    except ValueError:
+        return value
+
+
+def _cell(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,77 @@
+"""Which tokenizer belongs to a model, and prompts and single tokens as its ids. Imports no torch."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tnlm.text import tokenizer as tokenizers
+from tnlm.text.tokenizer import FILE_NAME, Tokenizer
+
+if TYPE_CHECKING:
+    from tnlm.transformer import Transformer
+
+BY_SIZE = {50257: "gpt2", 256: "bytes"}
+"""Tokenizers that the number of ids names, for models saved without one."""
+
+
+def source_of(model: "Transformer") -> dict[str, Any]:
+    """Where the weights came from, as :func:`tnlm.load` records it; empty for a model made in memory."""
+    return model.__dict__.get("source", {})
+
+
+def folders_of(model: "Transformer") -> list[Path]:
+    """The folder of local weights, and the two above it: a checkpoint lies in ``run/checkpoints/step``."""
+    path = source_of(model).get("path")
+    return [] if path is None else [Path(path), *Path(path).parents[:2]]
+
+
+def saved_tokenizer(model: "Transformer") -> Tokenizer | None:
+    """The tokenizer that lies beside the weights, or in the run folder above them."""
+    return next((Tokenizer.load(folder) for folder in folders_of(model) if (folder / FILE_NAME).is_file()), None)
+
+
+def find_tokenizer(model: "Transformer", name: str | None = None) -> Tokenizer:
+    """The one named, else the one saved with the model, else by the number of ids.
+
+    Raises:
+        ValueError: There is none, or it has another vocabulary than the model.
+    """
+    used = model.config.d_vocab_used
+    if name is not None:
+        found = tokenizers.get(name)
+    elif (saved := saved_tokenizer(model)) is not None:
+        found = saved
+    elif used in BY_SIZE:
+        found = tokenizers.get(BY_SIZE[used])
+    else:
+        raise ValueError(f"no tokenizer was saved with the model, and none is known for {used} ids: --tokenizer PATH")
+    if found.d_vocab != used:
+        raise ValueError(
+            f"the tokenizer must have the model's {used} ids, got {found.name!r} with {found.d_vocab}: --tokenizer"
+        )
+    return found
+
+
+def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a prompt: all its text is plain, nothing is prepended; the empty one is the end-of-text id alone.
+
+    Raises:
+        ValueError: The prompt is empty and the tokenizer has no such id.
+    """
+    if prompt:
+        return tokenizer.encode(prompt)
+    if tokenizer.eot is None:
+        raise ValueError(f"an empty prompt begins with end-of-text, which tokenizer {tokenizer.name!r} lacks: --prompt")
+    return [tokenizer.eot]
+
+
+def one_token(name: str, text: str, tokenizer: Tokenizer) -> int:
+    """The id of a text that is exactly one token; ``name`` is what errors call it.
+
+    Raises:
+        ValueError: It is none or several; the message shows the pieces.
+    """
+    ids = tokenizer.encode(text)
+    if len(ids) != 1:
+        pieces = ", ".join(tokenizer.quoted(i) for i in ids)
+        raise ValueError(f"{name} must be one token, got {text!r}, which is {len(ids)}: {pieces or 'none'}")
+    return ids[0]

@@ -1,0 +1,229 @@
+"""Cross-entropy of a model on tokens, with every token accounted for."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tnlm.config import ModelConfig
+from tnlm.output.progress import track
+from tnlm.text.tokenizer import Tokenizer
+from tnlm.transformer import Transformer
+
+LONG = 512
+"""Positions up to which the released model with two query-key pairs predicts well."""
+
+
+class NonFiniteLoss(ValueError):
+    """A model gave a loss that is NaN or infinite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Mean loss of the positions ``start <= position < stop``, in nats per token."""
+
+    start: int
+    stop: int
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What :func:`cross_entropy` measured."""
+
+    loss: float
+    """Nats per predicted token: the sum over all of them, divided by their number."""
+    standard_error: float | None
+    """Of ``loss``, from the spread between rows; None with a single row."""
+    tokens: int
+    """Predicted tokens."""
+    rows: int
+    seq: int
+    buckets: tuple[Bucket, ...]
+    bits_per_byte: float | None
+    """``loss / ln 2 * tokens / bytes``, comparable between tokenizers; None when the bytes are not known."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def cross_entropy(
+    model: Transformer,
+    tokens: Int[Tensor, " stream"] | Int[Tensor, "rows seq_plus_1"],
+    *,
+    seq: int | None = None,
+    rows: int | None = None,
+    batch_size: int = 4,
+    byte_lengths: Sequence[int] | None = None,
+    progress: bool = False,
+) -> Evaluation:
+    """Mean next-token loss, over all ``d_vocab`` columns, in windows of ``seq``.
+
+    A flat stream is cut into windows that share one token: row r reads ``tokens[r seq : (r + 1) seq]``, so every token
+    but the first is predicted exactly once; the last window may be shorter. Of a matrix each row is a window, its last
+    token only predicted. Sums are float64.
+
+    Args:
+        tokens: int64 or int32 ids below ``d_vocab_used``, on any device.
+        seq: Window of a stream, default ``n_ctx`` or the stream if shorter; for a matrix it follows from the shape.
+        rows: Use only the first so many.
+        batch_size: Rows per forward.
+        byte_lengths: Bytes of each id (:func:`byte_lengths`), to report bits per byte.
+        progress: Show progress on stderr beyond two seconds.
+
+    Raises:
+        ValueError: Nothing to predict, a value out of range, an id not below ``d_vocab_used``, or a loss that is NaN
+            or infinite.
+
+    Warns:
+        UserWarning: Windows above 512 tokens with the released architecture and bilinear attention.
+    """
+    windows = _windows(tokens, model.config, seq=seq, rows=rows)
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if byte_lengths is not None and len(byte_lengths) < model.config.d_vocab_used:
+        raise ValueError(
+            f"byte_lengths must cover d_vocab_used={model.config.d_vocab_used} ids, got {len(byte_lengths)}; "
+            "is this the model's tokenizer?"
+        )
+    device = model.unembed.w_u.device
+    width = len(windows[0]) - 1
+    if message := long_context_warning(model.config, width):
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+    row_sums: list[float] = []
+    row_counts: list[int] = []
+    by_position = torch.zeros(width, dtype=torch.float64, device="cpu")
+    n_bytes = 0
+    for batch in track(_batches(windows, batch_size), "evaluating", enabled=progress):
+        stacked = torch.stack(batch).long()
+        targets = stacked[:, 1:]
+        losses = token_losses(model(stacked[:, :-1].to(device)), targets.to(device)).double().cpu()
+        if not losses.isfinite().all():
+            row = len(row_sums) + int((~losses.isfinite()).any(1).nonzero()[0])
+            raise NonFiniteLoss(
+                f"losses must be finite, got NaN or infinity in row {row}: the weights are not finite, or the logits "
+                f"overflow in {model.unembed.w_u.dtype}; check the weights, or use a wider dtype"
+            )
+        row_sums += losses.sum(1).tolist()
+        row_counts += [targets.shape[1]] * len(batch)
+        by_position[: losses.shape[1]] += losses.sum(0)
+        if byte_lengths is not None:
+            n_bytes += int(torch.tensor(byte_lengths, device=targets.device)[targets].sum())
+
+    total = sum(row_counts)
+    loss = sum(row_sums) / total
+    at_position = [sum(n > p for n in row_counts) for p in range(width)]
+    return Evaluation(
+        loss=loss,
+        standard_error=_standard_error(row_sums, row_counts),
+        tokens=total,
+        rows=len(row_sums),
+        seq=width,
+        buckets=position_buckets(by_position.tolist(), at_position),
+        bits_per_byte=loss / math.log(2) * total / n_bytes if n_bytes else None,
+    )
+
+
+def token_losses(
+    logits: Float[Tensor, "batch seq d_vocab"], targets: Int[Tensor, "batch seq"]
+) -> Float[Tensor, "batch seq"]:
+    """``-log softmax(logits)[target]`` in nats, in float32 or wider."""
+    wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+
+
+def byte_lengths(tokenizer: Tokenizer) -> list[int]:
+    """UTF-8 bytes that each id stands for; the end-of-text id is no text and counts 0."""
+    return [0 if i == tokenizer.eot else len(tokenizer.token_bytes(i)) for i in range(tokenizer.d_vocab)]
+
+
+def long_context_warning(config: ModelConfig, seq: int) -> str | None:
+    """What to say before windows of ``seq`` tokens, or None: see :data:`LONG`."""
+    released = config.has_final_norm and config.qk_norm and config.x0_mixing and config.value_residual
+    if seq <= LONG or config.attention != "bilinear" or not released:
+        return None
+    return (
+        f"released models with bilinear attention predict badly beyond position {LONG}, got windows of {seq} tokens; "
+        f"compare the buckets, or evaluate with seq={LONG}"
+    )
+
+
+def _windows(tokens: Tensor, config: ModelConfig, *, seq: int | None, rows: int | None) -> list[Tensor]:
+    """Windows of ids, each one longer than what the model reads; all equally long but for the last."""
+    if rows is not None and rows < 1:
+        raise ValueError(f"rows must be at least 1, or None for all, got {rows}")
+    if tokens.ndim == 2:
+        if seq is not None and seq != tokens.shape[1] - 1:
+            raise ValueError(
+                f"a matrix of tokens is (rows, seq + 1), got shape {tuple(tokens.shape)} and seq={seq}; "
+                "flatten it, or leave seq out"
+            )
+        seq, stream = tokens.shape[1] - 1, tokens
+    elif tokens.ndim == 1:
+        seq = min(config.n_ctx, len(tokens) - 1) if seq is None else seq
+        stream = tokens[None]
+    else:
+        raise ValueError(f"tokens must be a stream or (rows, seq + 1), got shape {tuple(tokens.shape)}")
+    if stream.shape[1] < 2 or stream.shape[0] == 0:
+        raise ValueError(f"at least two tokens are needed to predict one, got shape {tuple(tokens.shape)}")
+    if not 1 <= seq <= config.n_ctx:
+        raise ValueError(f"seq must be between 1 and n_ctx={config.n_ctx}, got {seq}")
+    if tokens.ndim == 2:
+        windows = list(tokens)
+    else:
+        windows = [tokens[start : start + seq + 1] for start in range(0, len(tokens) - 1, seq)]
+    windows = windows[:rows]
+    _check_ids(windows, config)
+    return windows
+
+
+def _check_ids(windows: list[Tensor], config: ModelConfig) -> None:
+    limit = config.d_vocab_used
+    assert limit is not None
+    used = torch.cat(windows)
+    if used.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"tokens must be int64 or int32, got {used.dtype}; convert with .long() if they are ids")
+    bad = (used < 0) | (used >= limit)
+    if bad.any():
+        place = int(bad.nonzero()[0])
+        raise ValueError(
+            f"token ids must be in [0, {limit}), got {int(used[place])} in window {place // len(windows[0])}; "
+            "was the text encoded with the model's tokenizer?"
+        )
+
+
+def _batches(windows: list[Tensor], size: int) -> list[list[Tensor]]:
+    """Groups of at most ``size`` windows of one length: only the last may be shorter, and stands alone then."""
+    whole = [w for w in windows if len(w) == len(windows[0])]
+    tail = windows[len(whole) :]
+    return [whole[i : i + size] for i in range(0, len(whole), size)] + ([tail] if tail else [])
+
+
+def _standard_error(sums: list[float], counts: list[int]) -> float | None:
+    """Of ``sum(sums) / sum(counts)`` with rows as the unit: the usual one when all counts agree."""
+    n = len(sums)
+    if n < 2:
+        return None
+    loss = sum(sums) / sum(counts)
+    spread = sum((s - loss * c) ** 2 for s, c in zip(sums, counts, strict=True))
+    return math.sqrt(spread * n / (n - 1)) / sum(counts)
+
+
+def position_buckets(sums: list[float], counts: list[int]) -> tuple[Bucket, ...]:
+    """Mean loss of positions 0..63, then doubling: 64..127, 128..255, ...; one sum and count per position."""
+    buckets, start, stop = [], 0, 64
+    while start < len(sums):
+        stop = min(stop, len(sums))
+        tokens = sum(counts[start:stop])
+        buckets.append(Bucket(start=start, stop=stop, loss=sum(sums[start:stop]) / tokens, tokens=tokens))
+        start, stop = stop, 2 * stop
+    return tuple(buckets)

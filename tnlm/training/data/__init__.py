@@ -1,0 +1,1 @@
+"""Token shards: made, downloaded, checked, and read in order."""

@@ -1,0 +1,76 @@
+"""``data toy cycles``: sequences that tile a random cycle of distinct tokens.
+
+Each sequence draws k distinct tokens in random order and repeats them to its length: ``a b c a b c a ...``. From
+the second turn on the next token is certain, and the mechanism that predicts it is known (look up what followed
+this token before: induction), so it is the smallest language for checking an interpretation.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tnlm.training.data import shards
+
+
+def cycles(n_sequences: int, *, seq: int, d_vocab: int, period: int | tuple[int, int], seed: int = 0) -> np.ndarray:
+    """Sequences (n_sequences, seq) of tokens ``< d_vocab``, each a tiled cycle of ``period`` distinct tokens.
+
+    Args:
+        period: Length of every cycle, or (lowest, highest), drawn uniformly for each sequence.
+
+    Raises:
+        ValueError: A period is below 2, longer than the vocabulary, or so long that no token repeats.
+    """
+    low, high = (period, period) if isinstance(period, int) else period
+    if not 2 <= low <= high <= d_vocab or high >= seq or n_sequences < 1:
+        raise ValueError(
+            "a cycle must have 2 <= period <= d_vocab distinct tokens and repeat within seq, got "
+            f"period {low}..{high}, d_vocab={d_vocab}, seq={seq}, n_sequences={n_sequences}"
+        )
+    rng = np.random.default_rng(seed)
+    periods = rng.integers(low, high + 1, n_sequences)
+    tokens = rng.permuted(np.tile(np.arange(d_vocab), (n_sequences, 1)), axis=1)[:, :high]
+    places = np.arange(seq) % periods[:, None]
+    return np.take_along_axis(tokens, places, axis=1)
+
+
+def write_cycles(
+    out: str | os.PathLike,
+    *,
+    seq: int = 32,
+    d_vocab: int = 64,
+    period: int | tuple[int, int] = (4, 12),
+    train_sequences: int = 100_000,
+    val_sequences: int = 1_000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Write cycles as shards ``train_000001.bin`` and ``val_000000.bin`` with a sidecar.
+
+    A training window has ``seq + 1`` tokens and overlaps the next by one, so train with ``n_ctx = seq``: each
+    window is then one sequence and the first token of the next, which nothing predicts (a share 1/seq of the loss).
+
+    Returns:
+        The sidecar.
+
+    Raises:
+        ValueError: The periods do not fit, or ``out`` holds other shards.
+    """
+    out = Path(out)
+    if held := sorted(p.name for p in out.glob("*.bin")):
+        raise ValueError(f"{out} must hold no shards yet, got {held[:5]}; remove them or choose another folder")
+    splits = {}
+    for name, split, n, stream in (
+        ("train_000001.bin", "train", train_sequences, 0),
+        ("val_000000.bin", "val", val_sequences, 1),
+    ):
+        sequences = cycles(n, seq=seq, d_vocab=d_vocab, period=period, seed=2 * seed + stream)
+        # one more token closes the last window
+        tokens = np.append(sequences.reshape(-1), sequences[0, 0])
+        out.mkdir(parents=True, exist_ok=True)
+        shards.write_shard(out / name, tokens)
+        splits[split] = {"tokens": len(tokens), "documents": n}
+    low, high = (period, period) if isinstance(period, int) else period
+    facts = {"task": "cycles", "seq": seq, "period": [low, high], "seed": seed}
+    return shards.write_sidecar(out, d_vocab=d_vocab, eot=None, tokenizer=None, source=facts, splits=splits)

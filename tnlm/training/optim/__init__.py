@@ -1,0 +1,1 @@
+"""Optimisers, their parameter groups, and the learning-rate schedule."""

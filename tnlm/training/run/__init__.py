@@ -1,0 +1,1 @@
+"""One training run: start, loop, checkpoints, metrics, branch and export."""

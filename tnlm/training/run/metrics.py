@@ -1,0 +1,250 @@
+"""What a run reports: ``metrics.jsonl``, the source of truth, and its views: terminal, tracker. Imports no torch.
+
+One JSON object per line. ``step`` counts updates done, so ``train`` at step 1 is the loss of the first update and
+``val`` at step 0 that of the fresh model:
+
+- ``start``, ``resume``: what the run depends on beyond its configuration: data, tokenizer, sizes, versions;
+- ``train``: ``step tokens epoch loss lr mu grad_norm dt`` and, at log steps, ``tok_s mfu max_mem``; ``lr`` is the
+  schedule's factor, ``loss`` the mean over ranks and micro-batches in nats per token, ``dt`` seconds, ``max_mem``
+  bytes, ``epoch`` the passes over the training data so far, a fraction;
+- ``epoch``: the step whose batch is the first to hold tokens of the epoch ``epoch`` = 2, 3, ...;
+- ``val``: ``step tokens loss bits_per_byte buckets val_tokens dt``;
+- ``save``, ``sample``, ``end``.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tnlm.output.files import write_atomically
+
+PEAK_FLOPS: dict[str, float] = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+}
+"""Dense bf16 FLOP/s by the start of the device's name, the longest match counting; from the makers' data sheets."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak dense bf16 FLOP/s, or None for a device not in :data:`PEAK_FLOPS`."""
+    matches = [name for name in PEAK_FLOPS if device_name.startswith(name)]
+    return PEAK_FLOPS[max(matches, key=len)] if matches else None
+
+
+class MetricsLog:
+    """Append-only events of one run; every line is flushed, and synced to disk at evaluations and saves.
+
+    Raises:
+        OSError: The disk refuses a line; names the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, kind: str, **values: Any) -> None:
+        try:
+            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._file.flush()
+            if kind != "train":
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            with contextlib.suppress(OSError):  # or closing would try once more to write what is left
+                self._file.close()
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def sync(self) -> None:
+        """Flush all lines to disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All events; a last line cut short by a kill is left out.
+
+    Raises:
+        ValueError: Another line is no event; names it.
+    """
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    events = []
+    for number, line in enumerate(lines, start=1):
+        event = _parse_event(line) if line else None
+        if event is not None:
+            events.append(event)
+        elif line and number < len(lines):
+            start = line[:80].decode("utf-8", "replace")
+            raise ValueError(
+                f"{path} line {number} must be a JSON object with kind and step, got {start!r}; remove the line"
+            )
+    return events
+
+
+def _parse_event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+        return event if isinstance(event["kind"], str) and isinstance(event["step"], int) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def cut_back(path: Path, step: int, *, into: Path) -> list[dict[str, Any]]:
+    """Write the events of ``path`` up to ``step`` to ``into`` (itself, or the log of a branch); returns them.
+
+    Every update has a train event; updates without one are named in a warning.
+    """
+    kept = [event for event in read_metrics(path) if event["step"] <= step and event["kind"] not in ("sample", "end")]
+    lost = sorted(set(range(1, step + 1)) - {event["step"] for event in kept if event["kind"] == "train"})
+    if lost:
+        warnings.warn(
+            f"{path} lacks {len(lost)} of the {step} updates of this run, from step {lost[0]} to {lost[-1]}: training "
+            "continues, but the curve has a gap",
+            stacklevel=2,
+        )
+    write_atomically(into, "".join(json.dumps(event) + "\n" for event in kept))
+    return kept
+
+
+class TrackerRun(Protocol):
+    """What trackio and wandb share."""
+
+    def log(self, values: dict[str, Any], /) -> Any: ...
+    def finish(self) -> Any: ...
+
+
+class Tracking:
+    """Forwards events to trackio or wandb. A tracker that fails is reported once and dropped; training goes on."""
+
+    def __init__(self, name: str, *, project: str, run: str, config: Mapping[str, Any]) -> None:
+        self._run: TrackerRun | None = None
+        if name != "none":
+            self._guard(lambda: self._start(name, project, run, config))
+
+    def _start(self, name: str, project: str, run: str, config: Mapping[str, Any]) -> None:
+        import importlib
+
+        module = importlib.import_module(name)
+        self._run = module.init(project=project, name=run, config=dict(config))
+
+    def log(self, kind: str, values: Mapping[str, Any]) -> None:
+        numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
+        if self._run is not None:
+            self._guard(lambda: self._run.log(numbers))
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._guard(self._run.finish)
+
+    def _guard(self, action: Any) -> None:
+        try:
+            action()
+        except Exception as error:
+            print(f"tracking stopped: {type(error).__name__}: {error}", file=sys.stderr)
+            self._run = None
+
+
+class Progress:
+    """A bar on a terminal, one plain line per log interval elsewhere; both on stderr."""
+
+    def __init__(self, *, steps: int, start: int, enabled: bool) -> None:
+        self.steps, self.enabled = steps, enabled
+        self._bar = None
+        if enabled and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task("", total=steps, completed=start)
+            self._bar.start()
+
+    def train(self, event: Mapping[str, Any], *, eta: float | None) -> None:
+        speed = f"{_si(event['tok_s'])} tok/s" if event.get("tok_s") else ""
+        use = f"mfu {event['mfu']:.0%}" if event.get("mfu") else ""
+        if self._bar is not None:
+            text = "  ".join(filter(None, (f"loss {event['loss']:.4f}", speed, use)))
+            self._bar.update(self._task, completed=event["step"], description=text)
+            return
+        left = f"eta {clock(eta)}" if eta is not None else ""
+        head = f"step {event['step']}/{self.steps}  loss {event['loss']:.4f}  lr {event['lr']:.2f}"
+        self.say("  ".join(filter(None, (head, speed, use, left))))
+
+    def say(self, text: str) -> None:
+        if not self.enabled:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class Speed:
+    """Tokens per second and remaining time, from the steps since this process began; evaluations do not count."""
+
+    def __init__(self) -> None:
+        self.seconds, self.steps, self._warm = 0.0, 0, False
+        self._began = time.perf_counter()
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop(self) -> float:
+        """Seconds of the step that :meth:`start` began."""
+        dt = time.perf_counter() - self._began
+        if self.steps == 1 and not self._warm:
+            # the first step compiles and warms up: it would spoil the mean
+            self.seconds, self.steps, self._warm = 0.0, 0, True
+        self.seconds, self.steps = self.seconds + dt, self.steps + 1
+        return dt
+
+    def per_step(self) -> float:
+        return self.seconds / max(self.steps, 1)
+
+
+def resident_bytes() -> int | None:
+    """The largest resident memory this process has had; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float:
+    """``loss / ln 2 * tokens / bytes`` for ``loss`` in nats per token."""
+    return loss / math.log(2) * tokens / n_bytes
+
+
+def _si(value: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.2f}{unit}"
+    return f"{value:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """``m:ss`` or ``h:mm:ss``."""
+    minutes, secs = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
