@@ -86,13 +86,22 @@ def _on_gradient(hook: Callable, point: Point, *gradients: tuple) -> tuple | Non
 def _passed_on(point: Point, old: Tensor, new: Any) -> Tensor:
     """A copy of what a hook made of ``old``, so that the hook's own tensor stays its own.
 
+    A real value may become complex of the same precision: a polynomial is its own continuation, and interpolation at
+    roots of unity reads its coefficients.
+
     Raises:
         ValueError: Another shape, dtype or device.
     """
-    if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
+    kept = isinstance(new, Tensor) and new.shape == old.shape and new.device == old.device
+    if not kept or new.dtype not in (old.dtype, _complex(old.dtype)):
         where = f"the point {point.name}" if point.name else "a point of a part without a model"
         raise ValueError(f"a hook at {where} must keep shape, dtype and device: {_kind(old)}; got {_kind(new)}")
     return new.clone()
+
+
+def _complex(dtype: torch.dtype) -> torch.dtype | None:
+    """The complex dtype of the same precision, where the models compute in it."""
+    return {torch.float32: torch.complex64, torch.float64: torch.complex128}.get(dtype)
 
 
 def _kind(value: Any) -> str:

@@ -95,7 +95,7 @@ def _degree(net: Extracted, gate: str) -> int:
 
 
 def _constant(value: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda _: value
+    return lambda now: value.to(now.dtype)  # which is complex above a gate
 
 
 def _scaled(factor: Tensor) -> Callable[[Tensor], Tensor]:
