@@ -69,7 +69,7 @@ def test_a_page_of_ours_has_no_fault(pages, chromium, tmp_path):
 
 def test_report_and_comparison_have_no_fault(pages, chromium, tmp_path):
     report(make(), tmp_path / "report.html", tokens=torch.randint(0, 11, (2, 8)), progress=False)
-    curves = ROOT / "tests" / "training" / "speedrun_curves.csv"
+    curves = ROOT / "tests" / "training" / "compare" / "speedrun_curves.csv"
     result = compare_arms(load_curves(curves, ["short"]), load_curves(curves, ["long"]), Options(draws=200))
     write_comparison_page(result, tmp_path / "compare.html")
     seen = pages.check(chromium, sorted(tmp_path.glob("*.html")), figures=1)
