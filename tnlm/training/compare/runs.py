@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tnlm.training.presets import OPERATIONAL, TrainConfig, load_config
+from tnlm.training.config import OPERATIONAL, TrainConfig, load_config
 from tnlm.training.run.metrics import read_metrics
 
 Metric = Literal["loss", "bits_per_byte"]

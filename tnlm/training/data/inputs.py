@@ -6,10 +6,10 @@ from typing import Any
 
 from tnlm.text import tokenizer as tokenizers
 from tnlm.text.tokenizer import Tokenizer
+from tnlm.training.config import TrainConfig
 from tnlm.training.data import shards
 from tnlm.training.data.sources import find_data
 from tnlm.training.data.stream import Loader, Order, TokenStream, Validation
-from tnlm.training.presets import TrainConfig
 from tnlm.training.run.distributed import World
 
 

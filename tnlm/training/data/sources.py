@@ -6,8 +6,8 @@ from typing import Any
 
 from tnlm.text import tokenizer as tokenizers
 from tnlm.text.tokenizer import Tokenizer
+from tnlm.training.config import TrainConfig
 from tnlm.training.data import corpus, shards
-from tnlm.training.presets import TrainConfig
 from tnlm.training.run.distributed import World, on_main
 
 

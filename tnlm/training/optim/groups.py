@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from tnlm.training.config import TrainConfig
 from tnlm.training.optim.muon import Muon
-from tnlm.training.presets import TrainConfig
 
 
 class Optimizers:

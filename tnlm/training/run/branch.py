@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tnlm.training.presets import TrainConfig, load_config
+from tnlm.training.config import TrainConfig, load_config
 from tnlm.training.run.checkpointing import complete_steps
 
 

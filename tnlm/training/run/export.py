@@ -6,12 +6,12 @@ from typing import Any
 import tnlm
 from tnlm.checkpoints.card import model_card
 from tnlm.text.tokenizer import FILE_NAME, Tokenizer
-from tnlm.training.presets import load_config
+from tnlm.training.config import load_config
 from tnlm.training.run.checkpointing import check, complete_steps, load
 from tnlm.training.run.metrics import read_metrics
 
 
-def export(run: Path, out: Path, *, step: int | None = None) -> dict[str, Any]:
+def export_run(run: Path, out: Path, *, step: int | None = None) -> dict[str, Any]:
     """Write the model of ``run`` to ``out``, in the dtypes it was trained in.
 
     Args:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from tnlm.training.presets import TrainConfig
+from tnlm.training.config import TrainConfig
 
 
 def is_saved(config: TrainConfig, step: int) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 import tnlm
 from tnlm.checkpoints.resolve import is_run
 from tnlm.output.files import lock, write_atomically
-from tnlm.training.presets import OPERATIONAL, TrainConfig, load_config
+from tnlm.training.config import OPERATIONAL, TrainConfig, load_config
 from tnlm.training.run.distributed import World, on_main
 from tnlm.transformer import Transformer
 
