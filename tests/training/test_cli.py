@@ -222,7 +222,7 @@ def test_disk_full_has_its_exit_code(tmp_path, capsys):
         ),
         (["compare", "--base", "a", "--variant", "b", "--at", "nan"], "at must be a finite number above 0, got nan"),
         (["compare", "--base", "a", "--variant", "b", "--warmdown", "1"], "warmdown must be a fraction of the steps"),
-        (["data", "tokenize", "--out", "x"], "which text? Name files"),
+        (["data", "tokenize", "--out", "x"], "at least one source, got none: name files"),
     ],
 )
 def test_wrong_use_is_a_message_and_exit_code_2(command, message, tmp_path, capsys, monkeypatch):

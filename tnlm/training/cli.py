@@ -1,4 +1,4 @@
-"""Command ``tnlm-train``: run, branch, compare, export, data.
+"""The command line ``tnlm-train``: run, branch, compare, export, data.
 
 Progress goes to stderr, the last line of stdout is one JSON record, rank 0's under torchrun. Exit codes:
 

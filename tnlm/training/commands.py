@@ -1,6 +1,6 @@
-"""The commands of ``tnlm-train`` as dataclasses: fields are flags, ``execute`` returns the record printed last.
+"""The commands of ``tnlm-train`` as dataclasses: their fields are flags, ``execute`` returns the JSON record.
 
-Under torchrun every rank runs the command, and the record is rank 0's: the others return None.
+Under torchrun every rank runs the command; rank 0 returns the record, the others None.
 """
 
 import dataclasses
@@ -250,7 +250,7 @@ class DataTokenize(Command):
         from tnlm.training.data.tokenize import read_documents, tokenize_files
 
         if not self.sources:
-            raise ValueError("which text? Name files, or - for standard input")
+            raise ValueError("data tokenize needs at least one source, got none: name files, or - for standard input")
         size = self.tokenizer.removeprefix("bpe")
         if self.tokenizer.startswith("bpe") and size.isdecimal():
             if "-" in self.sources:
@@ -335,7 +335,7 @@ class DataToy(Command):
 
 
 def _train(config: TrainConfig, **what: Any) -> dict[str, Any] | None:
-    """Train on every rank; the record on rank 0, which has then written everything, the sample included."""
+    """Train on every rank; returns the record on rank 0, after all files are written, and None elsewhere."""
     from tnlm.training.run.loop import train
 
     result = train(config)

@@ -43,12 +43,12 @@ OPERATIONAL = frozenset(
     "preset out micro_batch threads device compile implementation muon_distribution log_every val_batch save_every "
     "keep_last keep_every sample_tokens tracker peak_flops".split()
 )
-"""Fields that say how a run is carried out, not what it computes: they may change on resume."""
+"""Fields of :class:`TrainConfig` that do not change what a run computes: they may change on resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything a run depends on: written as ``config.json`` into its folder before anything else happens.
+    """The configuration of a training run, complete: it is written as ``config.json`` into the run folder first.
 
     Raises:
         ValueError: A value is of the wrong type or range, or contradicts another.
@@ -71,11 +71,11 @@ class TrainConfig:
     tokenizer: str = "bpe1024"
     """bpe1024 or bytes for the corpus; gpt2, a path or none for shards without a tokenizer beside them."""
     shuffle: bool = False
-    """Read the windows of each epoch in a seeded random order, instead of the published order."""
+    """Read the windows of each epoch in a seeded random order, instead of the order of the shards."""
     bos_align: bool = False
     """Start every window at the beginning of a document."""
     allow_truncated: bool = False
-    """Read what a shard that is shorter than its header says does hold, instead of refusing it."""
+    """Read a shard that is shorter than its header says as far as it goes, instead of refusing it."""
 
     steps: Count
     """Optimiser steps, that is updates of the weights."""
@@ -189,14 +189,17 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of one update, over all ranks."""
         return self.batch * self.seq
 
     @property
     def warmdown_steps(self) -> int:
+        """Length of the warm-down, in steps."""
         return round(self.warmdown * self.steps)
 
     @property
     def schedule(self) -> Schedule:
+        """Learning-rate factor and momentum of each update."""
         return Schedule(
             steps=self.steps,
             warmup_steps=self.warmup_steps,
@@ -208,15 +211,16 @@ class TrainConfig:
 
     @property
     def folder(self) -> Path:
-        """Where the run lives."""
+        """The run folder: ``out``, or its default."""
         name = f"{self.preset}-{self.model.mlp}-{self.model.attention}-s{self.seed}"
         return Path(self.out) if self.out is not None else Path("runs") / name
 
     def replace(self, **changes: Any) -> "TrainConfig":
+        """A copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)
 
     def with_model(self, **changes: Any) -> "TrainConfig":
-        """A copy with model fields changed; sizes that follow others keep doing so.
+        """A copy with fields of the model changed; sizes that depend on them follow.
 
         ``d_hidden`` keeps its ratio to ``d_model`` and is 0 for ``mlp="none"``; a ``d_qk`` of half a head stays half;
         ``val_tokens`` stays whole sequences, the nearest number below.
@@ -283,7 +287,7 @@ class TrainConfig:
 
 
 def load_config(path: str | Path) -> TrainConfig:
-    """The configuration a run folder was started with.
+    """Read the configuration of a run from its ``config.json``.
 
     Raises:
         ValueError: There is no readable configuration.
@@ -292,7 +296,7 @@ def load_config(path: str | Path) -> TrainConfig:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a configuration file.
 
     Raises:
         ValueError: Missing, unreadable, or not an object.

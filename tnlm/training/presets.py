@@ -23,7 +23,7 @@ def nano() -> TrainConfig:
 
 
 def nano_pure() -> TrainConfig:
-    """nano as a polynomial outright: no norm, QK-norm or softcap."""
+    """nano without norm, QK-norm and softcap: the whole model is one polynomial."""
     return nano().replace(
         preset="nano-pure",
         model=ModelConfig.pure(d_vocab=1024, n_layer=4, n_head=4, d_model=128, d_hidden=512, n_ctx=128),

@@ -24,7 +24,8 @@ from tnlm.training.data.tokenize import tokenize_files
 from tnlm.training.optim.groups import Optimizers
 from tnlm.training.run.distributed import World
 from tnlm.training.run.export import export_run
-from tnlm.training.run.loop import MeanLoss, TokenLosses, Trainer
+from tnlm.training.run.loop import Trainer
+from tnlm.training.run.losses import MeanLoss, TokenLosses
 from tnlm.training.run.metrics import read_metrics
 from tnlm.training.run.start import build_model, cpu_threads
 

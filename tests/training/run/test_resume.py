@@ -84,7 +84,7 @@ def test_killed_run_continues_bit_for_bit(step, tmp_path, monkeypatch):
     assert record(killed.folder) == record(whole.folder)
 
 
-# Three shards of 301, 157 and 211 tokens: the fork's order leaves the first after 12 of these micro-batches
+# Three shards of 301, 157 and 211 tokens: the published order leaves the first after 12 of these micro-batches
 @pytest.mark.parametrize("recipe, precision", [("replication", "bfloat16"), ("replication-exact", "bfloat16")])
 def test_every_recipe_continues_across_shards(recipe, precision, tmp_path, monkeypatch):
     whole = small_config(tmp_path, "whole", recipe=recipe, precision=precision, save_every=1, keep_last=20)

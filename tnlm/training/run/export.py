@@ -1,4 +1,4 @@
-"""From a checkpoint of a run to a folder that stands alone: weights, configuration, tokenizer, card."""
+"""Export of a checkpoint to a model folder: weights, configuration, tokenizer, card."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ def export_run(run: Path, out: Path, *, step: int | None = None) -> dict[str, An
     """Write the model of ``run`` to ``out``, in the dtypes it was trained in.
 
     Args:
-        step: Of the checkpoint; the newest complete one by default.
+        step: Step of the checkpoint; the newest complete one by default.
 
     Returns:
         ``folder step n_params`` and the losses recorded at that step.

@@ -403,9 +403,8 @@ class Trainer:
 
     def _agree(self, loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
         """Means over ranks of loss and gradient norm, and whether any rank was told to stop; one collective."""
-        values = torch.stack(
-            [loss.double(), norm.double(), torch.tensor(float(self.stop_request.number > 0), device=loss.device)]
-        )
+        told = torch.tensor(float(self.stop_request.number > 0), device=loss.device)
+        values = torch.stack([loss.double(), norm.double(), told])
         loss_sum, norm_sum, stop = sum_over_ranks(values, self.world).tolist()
         return loss_sum / self.world.size, norm_sum / self.world.size, stop > 0
 
