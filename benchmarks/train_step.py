@@ -34,7 +34,8 @@ from torch import Tensor
 
 import tnlm.attention
 from tnlm.config import FP32_EPS, ModelConfig
-from tnlm.training.presets import TrainConfig, preset
+from tnlm.training.config import TrainConfig
+from tnlm.training.presets import preset
 from tnlm.training.run.distributed import World
 from tnlm.training.run.loop import Trainer
 from tnlm.training.run.metrics import MetricsLog, Progress, Tracking

@@ -17,7 +17,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tnlm.training.presets import TrainConfig, preset
+from tnlm.training.config import TrainConfig
+from tnlm.training.presets import preset
 from tnlm.training.run.branch import branch_config
 from tnlm.training.run.metrics import read_metrics
 

@@ -49,20 +49,27 @@ class ModelConfig:
     d_vocab: int
     """Rows of the embedding and of the unembedding."""
     n_layer: int
+    """Number of blocks."""
     n_head: int
+    """Attention heads per block; divides d_model."""
     d_model: int
+    """Width of the residual stream."""
     d_hidden: int = 0
     """Hidden units of the MLP; 0 with ``mlp="none"``."""
     n_ctx: int
     """Longest sequence, in tokens, that forward accepts."""
     mlp: MLPKind = "bilinear"
+    """Kind of MLP: ``bilinear`` and ``squared`` are polynomials of their input."""
     attention: AttentionKind = "bilinear"
+    """Kind of attention: ``bilinear`` and ``squared`` are polynomials of their input."""
     d_qk: Derived = None  # type: ignore[assignment]
     """Width of queries and keys per head, even; ``None`` means ``d_model // n_head``."""
     d_vocab_used: Derived = None  # type: ignore[assignment]
     """Ids from here on are padding (50257 in the released models); ``None`` means ``d_vocab``."""
     norm: NormKind = "rms"
+    """Norm before attention, MLP and unembedding: ``rms``, without gain, or ``none``."""
     norm_eps: float = FP32_EPS
+    """Added to the mean square of every RMS norm."""
     embedding_norm: bool = True
     """RMS norm after the embedding; acts only with ``norm="rms"``."""
     final_norm: bool = True
@@ -70,7 +77,9 @@ class ModelConfig:
     qk_norm: bool = True
     """RMS norm of each head's queries and keys, before the rotation."""
     qk_bias: bool = False
+    """A bias on queries and keys."""
     rotary_base: float = 10000.0
+    """Base of the wavelengths of the rotary embedding."""
     rotary_table_dtype: TableDtype = "bfloat16"
     """Cosines and sines are made in float32, then rounded to this."""
     logit_softcap: float | None = 30.0

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from tnlm.config import ModelConfig
+from tnlm.training.config import TrainConfig
 from tnlm.training.data.shards import write_shard
-from tnlm.training.presets import TrainConfig
 
 VOCAB = 53
 

@@ -16,8 +16,9 @@ from tests.conftest import wait_for_announcement
 from tests.training.run.test_resume import Stop, raise_stop, stop_at
 from tests.training.small import small_config
 from tnlm.training.cli import main
-from tnlm.training.commands import ModelFlags, Run
-from tnlm.training.presets import load_config, preset
+from tnlm.training.commands import Run
+from tnlm.training.config import load_config
+from tnlm.training.presets import preset
 from tnlm.training.run.loop import Trainer
 
 
@@ -54,7 +55,7 @@ def test_configuration_is_written_before_anything_else(tmp_path, monkeypatch):
 
 def test_flags_override_the_file_and_the_file_the_preset(tmp_path):
     (tmp_path / "some.json").write_text('{"steps": 7, "lr_head": 0.5, "model": {"n_layer": 2}}')
-    config = Run(config=tmp_path / "some.json", steps=9).resolve()
+    config = Run(config=tmp_path / "some.json", training={"steps": 9}).resolve()
     assert (config.steps, config.lr_head, config.model.n_layer, config.model.d_model) == (9, 0.5, 2, 128)
     (tmp_path / "named.json").write_text('{"preset": "tiny"}')
     assert Run(config=tmp_path / "named.json").resolve() == preset("tiny")
@@ -63,15 +64,15 @@ def test_flags_override_the_file_and_the_file_the_preset(tmp_path):
 def test_the_exact_recipe_takes_the_published_order(tmp_path):
     """Of a preset that shuffles; a file that asks for both is refused."""
     assert preset("nano").shuffle
-    config = Run(recipe="replication-exact").resolve()
+    config = Run(training={"recipe": "replication-exact"}).resolve()
     assert (config.recipe, config.shuffle) == ("replication-exact", False)
     (tmp_path / "c.json").write_text('{"shuffle": true}')
     with pytest.raises(ValueError, match="published order, got shuffle=True, bos_align=False; set both to false"):
-        Run(config=tmp_path / "c.json", recipe="replication-exact").resolve()
+        Run(config=tmp_path / "c.json", training={"recipe": "replication-exact"}).resolve()
 
 
 def test_flags_reach_the_model():
-    run = Run(mlp="swiglu", attention="softmax", model=ModelFlags(d_model=192, n_layer=3))
+    run = Run(model={"mlp": "swiglu", "attention": "softmax", "d_model": 192, "n_layer": 3})
     model = run.resolve().model
     assert (model.mlp, model.attention, model.d_model, model.n_layer, model.d_hidden) == (
         "swiglu",
@@ -81,7 +82,7 @@ def test_flags_reach_the_model():
         768,
     )
     assert Run(matched=True).resolve().model.d_qk == 16
-    assert Run(batch=4).resolve().micro_batch == 4
+    assert Run(training={"batch": 4}).resolve().micro_batch == 4
 
 
 def test_dry_run_says_what_it_costs_and_makes_nothing(tmp_path, capsys, monkeypatch):
@@ -128,7 +129,7 @@ def test_ctrl_c_before_and_beside_training_is_one_line(command, tmp_path, capsys
     "command, patched, said",
     [
         (["run"], "tnlm.training.run.loop.Trainer", "opening data, building the model ..."),
-        (["export", "some", "--out", "x"], "tnlm.training.run.export.export", "exporting some ..."),
+        (["export", "some", "--out", "x"], "tnlm.training.run.export.export_run", "exporting some ..."),
         (["data", "toy", "cycles", "--out", "x"], "tnlm.training.data.toy.write_cycles", "writing x ..."),
         (
             ["data", "tokenize", "a.txt", "--out", "x", "--tokenizer", "bpe300"],
@@ -161,14 +162,14 @@ def test_a_reader_that_leaves_is_no_error():
 def test_later_signal_ends_the_process_at_once(tmp_path):
     _, command = write_config(tmp_path, steps=10**6, log_every=1, save_every=None)
     code = (
-        "import os, signal, sys, time, tnlm.training.run.loop as loop\n"
+        "import os, signal, sys, time, tnlm.training.run.loop as loop, tnlm.training.run.signals as signals\n"
         "from tnlm.training.cli import main\n"
         "def step(self):\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "    time.sleep(0.01)\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "loop.Trainer.train_step = step\n"
-        "loop.SAME_SIGNAL_SECONDS = 0.0\n"
+        "signals.SAME_SIGNAL_SECONDS = 0.0\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
@@ -221,7 +222,7 @@ def test_disk_full_has_its_exit_code(tmp_path, capsys):
         ),
         (["compare", "--base", "a", "--variant", "b", "--at", "nan"], "at must be a finite number above 0, got nan"),
         (["compare", "--base", "a", "--variant", "b", "--warmdown", "1"], "warmdown must be a fraction of the steps"),
-        (["data", "tokenize", "--out", "x"], "which text? Name files"),
+        (["data", "tokenize", "--out", "x"], "at least one source, got none: name files"),
     ],
 )
 def test_wrong_use_is_a_message_and_exit_code_2(command, message, tmp_path, capsys, monkeypatch):

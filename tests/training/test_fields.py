@@ -14,8 +14,8 @@ from tnlm.config import ModelConfig
 from tnlm.text.tokenizer import train_bpe
 from tnlm.training.compare.checks import check, is_paired
 from tnlm.training.compare.runs import COMPARED_ELSEWHERE, Arm, load_run
+from tnlm.training.config import OPERATIONAL, TrainConfig
 from tnlm.training.data.shards import write_shard, write_sidecar
-from tnlm.training.presets import OPERATIONAL, TrainConfig
 from tnlm.training.run.loop import Trainer
 from tnlm.training.run.start import claim_folder
 

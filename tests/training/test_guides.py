@@ -9,7 +9,7 @@ import pytest
 
 from tnlm.training import cli, commands
 from tnlm.training.presets import preset
-from tnlm.training.run.estimate import estimate
+from tnlm.training.run.cost import estimate
 from tnlm.training.run.retention import kept_steps, saved_steps
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,8 +49,9 @@ def test_help_names_no_default_where_there_is_none(name, capsys):
     assert cli.main([*name.split(), "--help"]) == 0
     out = capsys.readouterr().out
     assert "--json" in out
-    assert "None" not in out
     assert "default: )" not in out
+    if name not in ("run", "branch"):  # their None is a value, whose meaning the text says: see test_flags
+        assert "None" not in out
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -461,8 +461,8 @@ def _text_or_held_out(
     run = _run_folder(model)
     if run is None:
         raise ValueError("which text? Pass --text FILE; only a training run brings validation tokens of its own")
+    from tnlm.training.config import load_config
     from tnlm.training.data.inputs import open_inputs
-    from tnlm.training.presets import load_config
     from tnlm.training.run.distributed import World
 
     inputs = open_inputs(load_config(run / "config.json"), World.from_environment())

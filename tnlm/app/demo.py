@@ -120,8 +120,8 @@ def _first_step(steps: list[int], losses: list[float], level: float) -> float:
 
 def _held_out(folder: Path) -> "tuple[Tensor, Tokenizer]":
     """Validation windows of a run, (rows, seq + 1), and its tokenizer."""
+    from tnlm.training.config import load_config
     from tnlm.training.data.inputs import open_inputs
-    from tnlm.training.presets import load_config
     from tnlm.training.run.distributed import World
 
     inputs = open_inputs(load_config(folder / "config.json"), World.from_environment())

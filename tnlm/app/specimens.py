@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tnlm.text.tokenizer import Tokenizer
-    from tnlm.training.presets import TrainConfig
+    from tnlm.training.config import TrainConfig
     from tnlm.transformer import Transformer
 
 TINY = "TNLM_NOTEBOOK_TINY"

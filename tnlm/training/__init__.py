@@ -13,12 +13,13 @@ from tnlm._lazy import attach
 if TYPE_CHECKING:
     from tnlm.training.compare.arms import compare_arms
     from tnlm.training.compare.runs import load_run
+    from tnlm.training.config import TrainConfig
     from tnlm.training.data.corpus import Corpus, embedded_corpus
     from tnlm.training.data.shards import write_shard
     from tnlm.training.data.stream import Loader, TokenStream, Validation
     from tnlm.training.optim.muon import Muon
     from tnlm.training.optim.schedule import Schedule
-    from tnlm.training.presets import TrainConfig, preset
+    from tnlm.training.presets import preset
     from tnlm.training.run.loop import train
 
 _HOMES = {
@@ -27,7 +28,8 @@ _HOMES = {
     "tnlm.training.data.stream": ("Loader", "TokenStream", "Validation"),
     "tnlm.training.run.loop": ("train",),
     "tnlm.training.optim.muon": ("Muon",),
-    "tnlm.training.presets": ("TrainConfig", "preset"),
+    "tnlm.training.config": ("TrainConfig",),
+    "tnlm.training.presets": ("preset",),
     "tnlm.training.compare.runs": ("load_run",),
     "tnlm.training.optim.schedule": ("Schedule",),
     "tnlm.training.data.shards": ("write_shard",),

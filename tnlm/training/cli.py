@@ -1,4 +1,4 @@
-"""Command ``tnlm-train``: run, branch, compare, export, data.
+"""The command line ``tnlm-train``: run, branch, compare, export, data.
 
 Progress goes to stderr, the last line of stdout is one JSON record, rank 0's under torchrun. Exit codes:
 
@@ -12,6 +12,7 @@ Progress goes to stderr, the last line of stdout is one JSON record, rank 0's un
 - 143: SIGTERM, as SIGINT; under torchrun the launcher's exit code is 1 in every case but 0
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -20,17 +21,11 @@ import tyro
 
 from tnlm.output.command import guarded, print_record, print_version
 from tnlm.training import commands
+from tnlm.training.config import TrainConfig
+from tnlm.training.presets import PRESETS
 from tnlm.training.run.outcomes import Diverged, Interrupted
 
 OK, FAILED, USAGE, DIVERGED, DISK = 0, 1, 2, 3, 4
-
-Command = (
-    Annotated[commands.Run, tyro.conf.subcommand("run")]
-    | Annotated[commands.Branch, tyro.conf.subcommand("branch")]
-    | Annotated[commands.Compare, tyro.conf.subcommand("compare")]
-    | Annotated[commands.Export, tyro.conf.subcommand("export")]
-    | commands.Data
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +38,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return OK
     try:
         command: Any = tyro.cli(
-            Command,
+            _commands(_named_preset(argv)),
             prog="tnlm-train",
             description="Train and compare tensor-network language models. --version [--json] tells what is installed.",
             args=argv,
@@ -52,6 +47,25 @@ def _run(argv: Sequence[str] | None) -> int:
         print_record()
         return stop.code if isinstance(stop.code, int) else USAGE
     return _execute(command.execute, usage=FAILED if isinstance(command, commands.DataCheck) else USAGE)
+
+
+def _commands(shown: TrainConfig) -> Any:
+    """All commands as one type for tyro; ``shown`` has the default values in the help of ``run``."""
+    return (
+        Annotated[commands.run_command(shown), tyro.conf.subcommand("run")]
+        | Annotated[commands.Branch, tyro.conf.subcommand("branch")]
+        | Annotated[commands.Compare, tyro.conf.subcommand("compare")]
+        | Annotated[commands.Export, tyro.conf.subcommand("export")]
+        | commands.Data
+    )
+
+
+def _named_preset(argv: Sequence[str] | None) -> TrainConfig:
+    """The preset that the arguments name, whose values the help shows; nano where they name none that exists."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", nargs="?")
+    name = parser.parse_known_args(argv)[0].preset
+    return PRESETS.get(name, PRESETS["nano"])()
 
 
 def _execute(execute: Callable[[], dict[str, Any] | None], *, usage: int) -> int:

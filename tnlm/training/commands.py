@@ -1,6 +1,6 @@
-"""The commands of ``tnlm-train`` as dataclasses: fields are flags, ``execute`` returns the record printed last.
+"""The commands of ``tnlm-train`` as dataclasses: their fields are flags, ``execute`` returns the JSON record.
 
-Under torchrun every rank runs the command, and the record is rank 0's: the others return None.
+Under torchrun every rank runs the command; rank 0 returns the record, the others None.
 """
 
 import dataclasses
@@ -12,37 +12,23 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from tnlm.config import AttentionKind, MLPKind
-from tnlm.output.command import Command, without_none
+from tnlm.config import ModelConfig
+from tnlm.output.command import Command
 from tnlm.output.progress import announce
-from tnlm.training.presets import Precision, Recipe, Tracker, TrainConfig, preset, read_json
+from tnlm.training.config import OPERATIONAL, TrainConfig, read_json
+from tnlm.training.flags import flags_of
+from tnlm.training.presets import PRESETS, preset
 from tnlm.training.run.distributed import World
 
 Off = tyro.conf.FlagCreatePairsOff[bool]
 
 
 @dataclass(frozen=True, kw_only=True)
-@without_none
-class ModelFlags:
-    """Sizes of the model; what is left out is the preset's. Other fields of the model: ``--config``."""
-
-    n_layer: int | None = None
-    n_head: int | None = None
-    d_model: int | None = None
-    d_hidden: int | None = None
-    """Keeps its ratio to d_model when left out."""
-    d_qk: int | None = None
-    """Width of queries and keys per head."""
-    d_vocab: int | None = None
-    n_ctx: int | None = None
-    """Tokens per sequence."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run(Command):
     """Train a model, or resume: the same command continues a stopped run.
 
-    Without flags: the nano preset, offline, on a CPU, in about two minutes. Under torchrun every rank runs this.
+    Without flags: the nano preset, offline, on a CPU, in about two minutes. Under torchrun every rank runs this. The
+    values in this help are those of nano, or of the preset that is named beside --help.
 
     $ tnlm-train run
     $ tnlm-train run --mlp swiglu --attention softmax --seed 1
@@ -50,68 +36,37 @@ class Run(Command):
     $ torchrun --standalone --nproc_per_node=8 -m tnlm.training.cli run --preset medium --data fineweb10B
     """
 
-    preset: str = "nano"
-    """nano, nano-pure, nano-attention-only, tiny, debug, small, medium, large, or {debug,small,medium,large}-relu2."""
-    mlp: MLPKind | None = None
-    attention: AttentionKind | None = None
-    matched: Off = False
-    """d_qk = d_head / 2: bilinear attention with the parameters and FLOPs of softmax."""
-    recipe: Recipe | None = None
-    """replication-exact repeats the public code, quirks included; replication repairs it."""
-    data: str | None = None
-    """corpus, fineweb10B, or a folder or glob of .bin shards."""
-    val_data: str | None = None
-    tokenizer: str | None = None
-    allow_truncated: bool | None = None
-    """Read what a truncated shard still holds, instead of refusing it."""
-    steps: int | None = None
-    batch: int | None = None
-    """Sequences per step over all ranks."""
-    micro_batch: int | None = None
-    """Sequences per forward on one device."""
-    seed: int | None = None
-    out: str | None = None
-    """Run folder; runs/{preset}-{mlp}-{attention}-s{seed} when left out."""
-    precision: Precision | None = None
-    device: str | None = None
-    threads: int | None = None
-    compile: bool | None = None
-    """torch.compile of the model."""
-    val_every: int | None = None
-    val_tokens: int | None = None
-    save_every: int | None = None
-    keep_last: int | None = None
-    keep_every: int | None = None
-    log_every: int | None = None
-    tracker: Tracker | None = None
-    model: ModelFlags = field(default_factory=ModelFlags)
+    preset: Annotated[str, tyro.conf.arg(help=f"Where all values start: {', '.join(PRESETS)}.")] = "nano"
     config: Path | None = None
     """A JSON file with any fields of TrainConfig (and model); flags override it."""
+    matched: Off = False
+    """d_qk = d_head / 2: bilinear attention with the parameters and FLOPs of softmax."""
     dry_run: Off = False
     """Print parameters, FLOPs, memory, epochs, disk and time, and stop."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """Fields of TrainConfig; what is left out is the config file's, or else the preset's."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Fields of ModelConfig. What is left out is the config file's or the preset's; then d_hidden keeps its ratio to
+    d_model, and d_qk and d_vocab_used follow the sizes that they depend on."""
 
     def resolve(self) -> TrainConfig:
-        """Preset, then config file, then flags."""
+        """The configuration to train: the preset, then the config file, then the flags."""
         values = read_json(self.config) if self.config is not None else {}
         name = self.preset if self.config is None or self.preset != "nano" else values.get("preset", self.preset)
         config = preset(name).updated(values, source=str(self.config)) if values else preset(name)
-        kinds = {"mlp": self.mlp, "attention": self.attention, **dataclasses.asdict(self.model)}
-        changes = {k: v for k, v in kinds.items() if v is not None}
-        config = config.with_model(**changes) if changes else config
+        config = config.with_model(**self.model) if self.model else config
         config = config.matched() if self.matched else config
-        own = {f.name for f in dataclasses.fields(TrainConfig)} - {"preset", "model"}
-        flags = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in own}
-        flags = {k: v for k, v in flags.items() if v is not None}
-        if "batch" in flags and "micro_batch" not in flags:
-            flags["micro_batch"] = min(config.micro_batch, flags["batch"])
-        if self.recipe == "replication-exact" and "shuffle" not in values:
-            flags["shuffle"] = False  # small presets shuffle; the published order does not
-        return config.replace(**flags)
+        changes = dict(self.training)
+        if "batch" in changes and "micro_batch" not in changes:
+            changes["micro_batch"] = min(config.micro_batch, changes["batch"])
+        if changes.get("recipe") == "replication-exact" and not {"shuffle"} & {*values, *changes}:
+            changes["shuffle"] = False  # small presets shuffle; the published order does not
+        return config.replace(**changes)
 
     def execute(self) -> dict[str, Any] | None:
         config = self.resolve()
         if self.dry_run:
-            from tnlm.training.run.estimate import estimate, to_text
+            from tnlm.training.run.cost import estimate, to_text
 
             if not World.from_environment().main:
                 return None
@@ -120,6 +75,29 @@ class Run(Command):
             self.say(to_text(config, facts), on_stderr=True)
             return facts
         return _train(config, command="run")
+
+
+def run_command(shown: TrainConfig) -> Any:
+    """The command ``run`` for tyro, with a flag for each field; the help shows the values of ``shown`` as defaults."""
+    own = {name: value for name, value in vars(shown).items() if name not in ("preset", "model")}
+    aliases = {"mlp": ["--mlp"], "attention": ["--attention"]}
+    return dataclasses.make_dataclass(
+        "Run",
+        [
+            ("training", tyro.conf.OmitArgPrefixes[flags_of(TrainConfig, own)], field(default_factory=dict)),
+            ("model", flags_of(ModelConfig, vars(shown.model), aliases=aliases), field(default_factory=dict)),
+        ],
+        bases=(Run,),
+        namespace={"__doc__": Run.__doc__},
+        frozen=True,
+        kw_only=True,
+    )
+
+
+_CHANGED_BY_A_BRANCH = [
+    f.name for f in dataclasses.fields(TrainConfig) if f.name == "warmdown" or f.name in OPERATIONAL - {"preset", "out"}
+]
+BranchFlags: Any = flags_of(TrainConfig, dict.fromkeys(_CHANGED_BY_A_BRANCH, "the trunk's"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,19 +113,18 @@ class Branch(Command):
     """Horizon of the new schedule, counted from the beginning of the trunk."""
     at: int | None = None
     """Step of the checkpoint; by default the last before either warm-down begins."""
-    warmdown: float | None = None
-    """Fraction of the steps; by default the trunk's."""
     out: str | None = None
     """Run folder; {trunk}-steps{steps} when left out."""
-    keep_last: int | None = None
-    threads: int | None = None
+    training: tyro.conf.OmitArgPrefixes[BranchFlags] = field(default_factory=dict)
+    """Fields of TrainConfig; what is left out is the trunk's."""
 
     def execute(self) -> dict[str, Any] | None:
         from tnlm.training.run.branch import branch_config
 
-        config = branch_config(self.trunk, steps=self.steps, at=self.at, warmdown=self.warmdown, out=self.out)
-        changes = {"keep_last": self.keep_last, "threads": self.threads}
-        config = config.replace(**{k: v for k, v in changes.items() if v is not None})
+        config = branch_config(
+            self.trunk, steps=self.steps, at=self.at, warmdown=self.training.get("warmdown"), out=self.out
+        )
+        config = config.replace(**self.training)
         return _train(config, command="branch", branched_from=config.branched_from)
 
 
@@ -220,10 +197,10 @@ class Export(Command):
     """The newest complete checkpoint when left out."""
 
     def execute(self) -> dict[str, Any]:
-        from tnlm.training.run.export import export
+        from tnlm.training.run.export import export_run
 
         with announce(f"exporting {self.run}"):
-            return {"command": "export", **export(self.run, self.out, step=self.step)}
+            return {"command": "export", **export_run(self.run, self.out, step=self.step)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +250,7 @@ class DataTokenize(Command):
         from tnlm.training.data.tokenize import read_documents, tokenize_files
 
         if not self.sources:
-            raise ValueError("which text? Name files, or - for standard input")
+            raise ValueError("data tokenize needs at least one source, got none: name files, or - for standard input")
         size = self.tokenizer.removeprefix("bpe")
         if self.tokenizer.startswith("bpe") and size.isdecimal():
             if "-" in self.sources:
@@ -358,7 +335,7 @@ class DataToy(Command):
 
 
 def _train(config: TrainConfig, **what: Any) -> dict[str, Any] | None:
-    """Train on every rank; the record on rank 0, which has then written everything, the sample included."""
+    """Train on every rank; returns the record on rank 0, after all files are written, and None elsewhere."""
     from tnlm.training.run.loop import train
 
     result = train(config)

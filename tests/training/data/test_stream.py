@@ -11,7 +11,14 @@ import torch
 from tests.limits import assert_close
 from tnlm.text.tokenizer import get, train_bpe
 from tnlm.training.data import shards
-from tnlm.training.data.stream import ForkOrder, Loader, TokenStream, Validation, accumulation_steps, inputs_and_targets
+from tnlm.training.data.stream import (
+    Loader,
+    PublishedOrder,
+    TokenStream,
+    Validation,
+    accumulation_steps,
+    inputs_and_targets,
+)
 
 SIZES = (403, 517, 350)
 SEQ = 7
@@ -108,7 +115,7 @@ class TestGlobalPosition:
         (batch,) = steps(stream, 1, batch=150, micro_batch=150)
         assert_close(batch[0, :, 0].long(), torch.arange(150) * SEQ)
 
-    @pytest.mark.parametrize("order", ["stream", "shuffle", "fork"])
+    @pytest.mark.parametrize("order", ["stream", "shuffle", "published"])
     def test_resume_at_every_step_continues_exactly(self, stream, order):
         straight = loader(stream, order=order)
         states, batches = [], []
@@ -144,9 +151,9 @@ class TestGlobalPosition:
         other.load_state_dict(state, allow_other_data=True)
         with pytest.raises(ValueError, match="another stream: batch None"):
             other.load_state_dict({}, allow_other_data=True)
-        fork = loader(stream, order="fork", world_size=2).state_dict()
+        published = loader(stream, order="published", world_size=2).state_dict()
         with pytest.raises(ValueError, match=r"world_size 2 \(now 4\)"):
-            loader(stream, order="fork", world_size=4).load_state_dict(fork, allow_other_data=True)
+            loader(stream, order="published", world_size=4).load_state_dict(published, allow_other_data=True)
 
 
 class TestChangedShards:
@@ -169,8 +176,8 @@ class TestChangedShards:
 
     @pytest.mark.parametrize(
         "changes",
-        [{}, {"bos_align": True, "eot": 7}, {"order": "fork"}, {"order": "fork", "world_size": 2, "rank": 0}],
-        ids=["stream", "aligned", "fork", "fork of two"],
+        [{}, {"bos_align": True, "eot": 7}, {"order": "published"}, {"order": "published", "world_size": 2, "rank": 0}],
+        ids=["stream", "aligned", "published", "published of two"],
     )
     def test_shards_that_were_not_read_may_be_added_or_changed(self, copy, changes):
         if "bos_align" in changes:
@@ -189,7 +196,7 @@ class TestChangedShards:
         whole.close()
 
     @pytest.mark.user_error
-    @pytest.mark.parametrize("order", ["stream", "fork"])
+    @pytest.mark.parametrize("order", ["stream", "published"])
     def test_a_shard_that_was_read_may_not_change(self, copy, order):
         state = self.after(copy, 6, order=order)  # 504 tokens: two shards
         second = copy / "x_train_000002.bin"
@@ -206,7 +213,7 @@ class TestChangedShards:
             with pytest.raises(ValueError, match=rf"number 2 was x_train_000002.bin of 2058 bytes and is {now}"):
                 loader(TokenStream(others), order=order).load_state_dict(state)
 
-    @pytest.mark.parametrize("order", ["stream", "fork"])
+    @pytest.mark.parametrize("order", ["stream", "published"])
     def test_the_first_epoch_ends_exactly_here(self, copy, order):
         """181 windows are 15 steps of 12 and one more; the public order has 4, 6 and 4 of them, the first twice."""
         changes = {"order": order, "micro_batch": 12}
@@ -252,16 +259,16 @@ class TestEpochs:
     @pytest.mark.parametrize("world_size", [1, 2])
     def test_the_public_order_begins_anew(self, stream, world_size):
         """Counted on the last rank, whose first place comes again when an epoch is over."""
-        changes = {"order": "fork", "micro_batch": 3, "batch": 3 * world_size}
+        changes = {"order": "published", "micro_batch": 3, "batch": 3 * world_size}
         made = loader(stream, **changes, world_size=world_size, rank=world_size - 1)
-        starts = [made._fork.start(i) for i in range(200)]
+        starts = [made._published.start(i) for i in range(200)]
         again = next(i for i in range(2, 200) if starts[i] == starts[0])
         progress = [made.progress((i + 1) * 3 * world_size) for i in range(200)]
         assert all(taken <= length for taken, length in progress[:again])
         assert progress[again][0] == progress[again][1] + 1
 
 
-class TestForkOrder:
+class TestPublishedOrder:
     def test_recorded_order_of_the_public_loader(self, golden):
         recorded = json.loads((golden / "loader_order" / "order.json").read_text())
         stream = TokenStream(shards.find_shards(golden / "loader_order"))
@@ -271,7 +278,13 @@ class TestForkOrder:
             for rank in range(world):
                 expected = case["first_token_of_each_micro_batch"][rank]
                 made = loader(
-                    stream, order="fork", seq=seq, micro_batch=rows, batch=rows * world, rank=rank, world_size=world
+                    stream,
+                    order="published",
+                    seq=seq,
+                    micro_batch=rows,
+                    batch=rows * world,
+                    rank=rank,
+                    world_size=world,
                 )
                 batches = [made.next_step() for _ in expected]
                 made.close()
@@ -284,14 +297,14 @@ class TestForkOrder:
     def test_published_size_ranks_leave_a_shard_at_different_steps(self):
         """Eight ranks of 64 x 1024 on shards of 1e8 tokens: 190 micro-batches on ranks 0-5, 189 on 6 and 7."""
         visits = [
-            ForkOrder([10**8] * 2, seq=1024, micro_batch=64, rank=rank, world_size=8)._visits for rank in range(8)
+            PublishedOrder([10**8] * 2, seq=1024, micro_batch=64, rank=rank, world_size=8)._visits for rank in range(8)
         ]
         assert visits == [[190, 190]] * 6 + [[189, 189]] * 2
 
     def test_equals_a_replay_of_the_rule(self):
         sizes, own = [403, 517, 350], 14
         for world, rank in [(1, 0), (2, 1), (5, 0), (5, 4)]:
-            order = ForkOrder(sizes, seq=7, micro_batch=2, rank=rank, world_size=world)
+            order = PublishedOrder(sizes, seq=7, micro_batch=2, rank=rank, world_size=world)
             shard, at, expected = 0, rank * own, []
             for _ in range(300):
                 expected.append(sum(sizes[:shard]) + at)
@@ -304,7 +317,7 @@ class TestForkOrder:
     @pytest.mark.user_error
     def test_shards_below_one_batch(self, stream):
         with pytest.raises(ValueError, match=r"at least world_size \* micro_batch \* seq \+ 1 = 421 tokens, got 350"):
-            loader(stream, order="fork", batch=60, micro_batch=60)
+            loader(stream, order="published", batch=60, micro_batch=60)
 
 
 class TestAligned:
@@ -341,7 +354,7 @@ class TestAligned:
         ({"batch": 8, "world_size": 3}, r"batch=8 sequences, micro_batch=3, world_size=3; the nearest .* is 9"),
         ({"micro_batch": 0}, "must be a multiple"),
         ({"rank": 1}, r"rank must be in \[0, world_size\), got rank=1, world_size=1"),
-        ({"order": "random"}, "order must be one of stream, shuffle, fork"),
+        ({"order": "random"}, "order must be one of stream, shuffle, published"),
         ({"seq": 1270}, "at least seq \\+ 1 = 1271 tokens, got 1270 in 3 shards"),
     ],
 )
@@ -361,7 +374,7 @@ def _drain(made, n):
 
 
 @pytest.mark.user_error
-@pytest.mark.parametrize("order", ["stream", "fork"])
+@pytest.mark.parametrize("order", ["stream", "published"])
 def test_an_id_beyond_the_vocabulary_names_shard_and_place(folder, stream, order):
     made = loader(stream, d_vocab=410, order=order, batch=3)
     with pytest.raises(ValueError, match=r"id 410 >= vocab 410 in .*x_train_000002.bin at token 7"):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.limits import assert_close
 from tests.training.small import small_config
 from tnlm.training import train
-from tnlm.training.presets import TrainConfig
+from tnlm.training.config import TrainConfig
 from tnlm.training.run.checkpointing import complete_steps
 from tnlm.training.run.distributed import World, on_main, process_group
 from tnlm.training.run.metrics import read_metrics

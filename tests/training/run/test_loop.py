@@ -23,8 +23,9 @@ from tnlm.training.data.stream import TokenStream
 from tnlm.training.data.tokenize import tokenize_files
 from tnlm.training.optim.groups import Optimizers
 from tnlm.training.run.distributed import World
-from tnlm.training.run.export import export
-from tnlm.training.run.loop import MeanLoss, TokenLosses, Trainer
+from tnlm.training.run.export import export_run
+from tnlm.training.run.loop import Trainer
+from tnlm.training.run.losses import MeanLoss, TokenLosses
 from tnlm.training.run.metrics import read_metrics
 from tnlm.training.run.start import build_model, cpu_threads
 
@@ -348,7 +349,7 @@ def test_tokens_that_come_again_are_announced_and_logged(tmp_path, capsys):
     assert [e["epoch"] for e in events if e["kind"] == "train"] == [16 * step / 111 for step in range(1, 19)]
     assert next(e for e in events if e["kind"] == "start")["epochs"] == 16 * 18 / 111
     assert load_run(config.folder).curve_steps.tolist() == [0, 5, 10, 15, 18], "other readers pass over the events"
-    exported = export(config.folder, tmp_path / "exported")
+    exported = export_run(config.folder, tmp_path / "exported")
     assert exported["val"] == load_run(config.folder).final
 
 

@@ -23,12 +23,12 @@ from tests.kills import killed_after
 from tests.training.small import small_config
 from tnlm.training import train
 from tnlm.training.cli import main
+from tnlm.training.config import TrainConfig
 from tnlm.training.data.shards import Shard, write_shard
-from tnlm.training.presets import TrainConfig
 from tnlm.training.run.branch import branch_config
 from tnlm.training.run.checkpointing import complete_steps, mark_complete
-from tnlm.training.run.estimate import estimate
-from tnlm.training.run.export import export
+from tnlm.training.run.cost import estimate
+from tnlm.training.run.export import export_run
 from tnlm.training.run.loop import Trainer
 from tnlm.training.run.metrics import read_metrics
 from tnlm.training.run.outcomes import Diverged, Interrupted
@@ -84,7 +84,7 @@ def test_killed_run_continues_bit_for_bit(step, tmp_path, monkeypatch):
     assert record(killed.folder) == record(whole.folder)
 
 
-# Three shards of 301, 157 and 211 tokens: the fork's order leaves the first after 12 of these micro-batches
+# Three shards of 301, 157 and 211 tokens: the published order leaves the first after 12 of these micro-batches
 @pytest.mark.parametrize("recipe, precision", [("replication", "bfloat16"), ("replication-exact", "bfloat16")])
 def test_every_recipe_continues_across_shards(recipe, precision, tmp_path, monkeypatch):
     whole = small_config(tmp_path, "whole", recipe=recipe, precision=precision, save_every=1, keep_last=20)
@@ -227,14 +227,16 @@ def test_finished_run_and_its_checkpoints_load(tmp_path):
 def test_export_tells_the_losses_of_its_step_alone(tmp_path):
     config = small_config(tmp_path, val_every=10)
     quietly(config)
-    last, before = (export(config.folder, tmp_path / name, step=step) for name, step in (("last", None), ("16", 16)))
+    last, before = (
+        export_run(config.folder, tmp_path / name, step=step) for name, step in (("last", None), ("16", 16))
+    )
     curves = {(e["kind"], e["step"]): e.get("loss") for e in read_metrics(config.folder / "metrics.jsonl")}
     assert (last["train"], last["val"]) == (curves["train", 20], curves["val", 20])
     assert before["train"] == curves["train", 16]
     assert "val" not in before, "step 16 was not validated"
     assert "val_loss" not in (tmp_path / "16" / "README.md").read_text()
     with pytest.raises(ValueError, match=r"must hold a complete checkpoint of step 5, got 12, 16, 20"):
-        export(config.folder, tmp_path / "5", step=5)
+        export_run(config.folder, tmp_path / "5", step=5)
 
 
 def test_branch_is_the_run_of_its_schedule(tmp_path):
@@ -462,7 +464,7 @@ def test_damaged_checkpoint_is_neither_branched_from_nor_exported(tmp_path):
     with pytest.raises(ValueError, match=r"step_000008 cannot be used: training.safetensors is damaged: its sha256"):
         quietly(branch)
     with pytest.raises(ValueError, match=r"step_000008 cannot be used: training.safetensors is damaged"):
-        export(trunk.folder, tmp_path / "exported", step=8)
+        export_run(trunk.folder, tmp_path / "exported", step=8)
     assert not (tmp_path / "exported").exists()
 
 

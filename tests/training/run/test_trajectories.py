@@ -10,7 +10,7 @@ import torch
 import tnlm
 from tests.conftest import GOLDEN, SHARED
 from tests.limits import assert_close, assert_within
-from tnlm.training.presets import TrainConfig
+from tnlm.training.config import TrainConfig
 from tnlm.training.run.loop import Trainer
 from tnlm.training.run.start import build_model
 

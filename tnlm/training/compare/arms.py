@@ -1,6 +1,8 @@
-"""How many percent more batches does the variant need for the base's loss? Four readings, with their uncertainty.
+"""Comparison of two arms: how many percent more batches the variant needs for the base's loss, in four readings.
 
 ``L_a(N)`` is the final validation loss of arm a after a *complete schedule* of N steps.
+
+Each reading has its uncertainty:
 
 - **E1, matched schedule** (primary): ``x = N* / N0 - 1`` with ``L_variant(N*) = L_base(N0)``. Needs two or more
   complete variant horizons around N*.
@@ -32,7 +34,7 @@ MIN_SEEDS = 3
 
 @dataclass(frozen=True)
 class Options:
-    """How to compare."""
+    """Options of a comparison."""
 
     at: float | int | None = None
     """N0 of E1 in steps, instead of the rule."""
@@ -78,7 +80,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything the text, ``compare.json`` and the plot show."""
+    """The result of a comparison: readings, verdict and warnings, with the arms they are of."""
 
     base: Arm
     variant: Arm
@@ -100,7 +102,7 @@ class Comparison:
 
 
 class _Bootstrap:
-    """Weights of every run in every draw, and intervals from them."""
+    """Bootstrap over the seeds: how often each run counts in each draw, and intervals from the draws."""
 
     def __init__(self, base: Arm, variant: Arm, options: Options, *, paired: bool, sigma: float | None):
         self.options, self.sigma = options, sigma
@@ -119,7 +121,7 @@ class _Bootstrap:
         return cs.weighted_means(self._weights[:, columns], values)
 
     def suffices(self, cells: Sequence[tuple[Arm, int]]) -> bool:
-        """Is every run of these arms and horizons drawn among enough seeds?"""
+        """Whether every run of these arms and horizons is drawn among enough seeds for a bootstrap."""
         columns = [self._columns[id(run)] for arm, horizon in cells for run in arm.cell(horizon)]
         return min(self._drawn_among[column] for column in columns) >= MIN_SEEDS
 
@@ -131,7 +133,7 @@ class _Bootstrap:
         status: Status,
         **rest: Any,
     ) -> Reading:
-        """A reading with a value: ``x`` (rows,), ``cells`` the arms and horizons behind it.
+        """The reading of ``x`` (rows,) with its interval; ``cells`` are the arms and horizons that it comes from.
 
         ``deviation()`` is the standard deviation of x over that of one run's loss, for the delta method.
         """
@@ -207,7 +209,7 @@ def _aligned(cells: Sequence[tuple[Arm, int]], paired: bool) -> list[np.ndarray]
 
 
 def _declared_warmdown(cells: Sequence[tuple[Arm, int]], fraction: float | None) -> str | None:
-    """E3 takes ``--warmdown`` at its word; only at one common horizon does a wrong word treat both arms alike."""
+    """A warning where E3 depends on a declared warm-down, an error of which can read as extra batches."""
     recorded = all(arm.cell(steps)[0].warmdown_steps is not None for arm, steps in cells)
     base_steps, variant_steps = (steps for _, steps in cells)
     if fraction is None or recorded or base_steps == variant_steps:
@@ -225,8 +227,10 @@ def _horizons(arm: Arm, boot: _Bootstrap) -> cs.Horizons:
 
 
 def matched_n0(base: Sequence[int], variant: Sequence[int], at: float | int | None = None) -> float | None:
-    """N0 of E1: ``at``; else the middle (geometric) of the range that both arms cover with several horizons; else
-    the base's longest horizon. None when the arms share no range, or ``at`` is outside the base's.
+    """N0 of E1, in steps; None when the arms share no range, or ``at`` is outside the base's.
+
+    It is ``at``; else the geometric middle of the range that both arms cover with several horizons; else the base's
+    longest horizon.
     """
     if at is not None:
         return float(at) if base[0] <= at <= base[-1] else None
@@ -276,7 +280,7 @@ def _matched_schedule(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
 
 
 def _converted(x: float, base: Arm, variant: Arm) -> dict[str, float | None]:
-    """The same answer in tokens, FLOPs and seconds: ``(1 + x)`` times the ratio of the cost of a step, minus 1."""
+    """Extra batches as extra tokens, FLOPs and seconds: ``(1 + x)`` times the ratio of the cost of a step, minus 1."""
 
     def extra(base_cost: float | int | None, variant_cost: float | int | None) -> float | None:
         return (1 + x) * variant_cost / base_cost - 1 if base_cost and variant_cost else None
@@ -397,7 +401,7 @@ def _verdict(e1: Reading, sigma: float | None) -> tuple[str, int | None]:
 
 
 def _spacing(steps: np.ndarray, at: float) -> float:
-    """Distance between the evaluations around ``at``: a +- of its own."""
+    """Steps between the evaluations around ``at``, an uncertainty of the crossing."""
     after = int(np.clip(np.searchsorted(steps, at), 1, len(steps) - 1))
     return float(steps[after] - steps[after - 1])
 

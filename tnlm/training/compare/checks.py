@@ -1,4 +1,4 @@
-"""May two arms be compared? Refusals and warnings, each with what differs."""
+"""Checks of whether two arms may be compared: errors and warnings that name what differs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ _EQUAL_FOR_LOSS = ("val_fingerprint", "val_tokens", "seq", "tokenizer_hash")
 """Bits per byte compare across these, with a warning."""
 _WARNED = ("tokens_per_step", "data_order", "implementation", "settings", "version")
 _PAIRED = ("data_order", "settings")
-"""What two runs of one seed share when they are one draw, beside the data."""
+"""Facts that two runs of one seed share, beside the data, when they are one joint draw."""
 _LABEL = ("mlp", "attention")
 """Fields of the model that name an arm, and are shown with it."""
 _WORDS = {
@@ -31,7 +31,7 @@ _WORDS = {
 
 
 def check(base: Arm, variant: Arm) -> list[str]:
-    """Refuse what cannot be compared; return what should be said of the rest.
+    """Check that two arms can be compared, and return warnings about what differs.
 
     Raises:
         ValueError: Names the differing fact and both values, and the way out where there is one.
@@ -72,7 +72,7 @@ def check(base: Arm, variant: Arm) -> list[str]:
 
 
 def is_paired(base: Arm, variant: Arm) -> bool:
-    """Do the arms share seeds, data order and settings, so that each seed is one joint draw?"""
+    """Whether the arms share seeds, data order and settings, so that each seed is one joint draw."""
     runs = [*base.runs, *variant.runs]
     known = _same_data(runs) and all(
         len(_groups(runs, key)) == 1 and all(run.facts.get(key) is not None for run in runs) for key in _PAIRED
@@ -85,7 +85,7 @@ def is_paired(base: Arm, variant: Arm) -> bool:
 
 
 def _same_data(runs: Sequence[Run]) -> bool:
-    """Are the runs known to read the same shards, each as far as it goes?"""
+    """Whether the runs are known to read the same shards, each up to its last step."""
     read = [shards for run in runs if (shards := run.facts.get("shards_read")) is not None]
     if len(read) < len(runs):
         prints = {run.facts.get("data_fingerprint") for run in runs}
@@ -132,7 +132,7 @@ def _told(values: Sequence[Any]) -> str:
 
 
 def _warmdown(runs: Sequence[Run]) -> list[str]:
-    """One rule is the same number of steps, or one fraction that rounds to every number."""
+    """A warning if the warm-downs have neither one number of steps nor one fraction that rounds to every number."""
     known = sorted({(n, run.steps) for run in runs if (n := run.warmdown_steps) is not None})
     if len({n for n, _ in known}) <= 1:
         return []

@@ -123,7 +123,7 @@ def _marks(result: Comparison) -> list[tuple[go.Scatter, Arm]]:
 
 
 def _window(result: Comparison) -> list[float]:
-    """Loss range worth seeing: from a tenth of the run on."""
+    """Range of losses to show: those from a tenth of the run on."""
     values = []
     for arm in (result.base, result.variant):
         steps, losses = arm.curves(arm.horizons[-1])
@@ -133,7 +133,7 @@ def _window(result: Comparison) -> list[float]:
 
 
 def _gap(result: Comparison) -> go.Scatter | None:
-    """Of the two horizons whose final losses are compared: one schedule for both arms where they share one."""
+    """Gap of the mean curves at the two horizons whose final losses are compared; None without a common step."""
     arms = zip((result.base, result.variant), result.final_steps)
     (base_steps, base), (steps, variant) = (arm.curves(horizon) for arm, horizon in arms)
     common = np.intersect1d(base_steps[base_steps > 0], steps)
@@ -144,7 +144,7 @@ def _gap(result: Comparison) -> go.Scatter | None:
 
 
 def _extra(result: Comparison) -> list[go.Scatter]:
-    """E3 by level, E1 with its interval, E2a and E2b marked as biased."""
+    """Traces of the readings: E3 by level, E1 with its interval, E2a and E2b marked as biased."""
     traces = []
     if "levels" in result.e3.detail:
         detail = result.e3.detail

@@ -1,4 +1,4 @@
-"""The comparison as text, as one record, and as ``compare.json``; keys are documented in ``docs/comparison.md``."""
+"""Reports of a comparison: text, one JSON record, and ``compare.json``, whose keys ``docs/comparison.md`` documents."""
 
 import json
 import os
@@ -17,7 +17,7 @@ FLOPS_CONVENTION = "6 M + 6 T L H (n_qk d_qk + d_head) per token, M without the 
 
 
 def to_dict(result: Comparison) -> dict[str, Any]:
-    """Plain JSON values; extra batches as fractions, losses in the metric, None where there is no value."""
+    """A comparison as JSON values: extra batches as fractions, losses in the metric, None where there is no value."""
     options = result.options
     return {
         "metric": result.base.runs[0].metric,
@@ -51,7 +51,7 @@ def to_dict(result: Comparison) -> dict[str, Any]:
 
 
 def to_record(result: Comparison) -> dict[str, Any]:
-    """The answer alone, under the keys of :func:`to_dict`: readings and final losses, without what is behind."""
+    """The readings, final losses, verdict and warnings of a comparison, under the keys of :func:`to_dict`."""
     whole = to_dict(result)
     ends = ("value", "low", "high", "status")
     return {

@@ -1,4 +1,4 @@
-"""Recorded runs as the comparison reads them: run folders of ``tnlm-train``, or curves recorded elsewhere.
+"""Runs and arms of a comparison, read from run folders of ``tnlm-train`` or from curves recorded elsewhere.
 
 A run folder holds ``config.json``, a ``TrainConfig``, and ``metrics.jsonl``, one event per line. Of the events, read
 here:
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tnlm.training.presets import OPERATIONAL, TrainConfig, load_config
+from tnlm.training.config import OPERATIONAL, TrainConfig, load_config
 from tnlm.training.run.metrics import read_metrics
 
 Metric = Literal["loss", "bits_per_byte"]
@@ -38,12 +38,14 @@ COMPARED_ELSEWHERE = {
     "tokenizer": "by the hash of the vocabulary",
     "branched_from": "the trunk, by which seeds are counted",
 }
-"""Fields of ``TrainConfig`` that are compared otherwise than by value, and how; of the rest, all that say what a run
-computes are its settings."""
+"""Fields of ``TrainConfig`` that are not compared by value, each with how it is compared instead.
+
+The other fields, without the operational ones, are the settings of a run.
+"""
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """Fields by name that two arms should share: the comparison warns where they do not, and does not pair."""
+    """Fields by name that two arms should share: the comparison warns where they differ, and does not pair seeds."""
     return {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
@@ -53,11 +55,11 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One complete run: its validation curve, and what it may be compared on."""
+    """One complete run: its validation curve, and the facts that decide what it can be compared with."""
 
     name: str
     arm: str
-    """What the arm is called, e.g. ``bilinear+softmax``."""
+    """Name of the arm, e.g. ``bilinear+softmax``."""
     seed: str
     """The independent draw: runs of one arm and seed, as branches of one trunk are, share their noise."""
     steps: int
@@ -70,7 +72,7 @@ class Run:
     """The run whose checkpoint this one continued."""
     warmdown_steps: int | None = None
     seconds_per_step: float | None = None
-    """Median over the steps."""
+    """Median duration of a step."""
     facts: dict[str, Any] = field(default_factory=dict)
     """``recipe dtype seq val_tokens val_fingerprint tokenizer tokenizer_hash n_params flops_per_token
     tokens_per_step data_fingerprint shards_read data_order implementation version settings model``; absent for
@@ -206,10 +208,10 @@ def _trunk_folder(checkpoint: str) -> str:
 
 
 def _order(start: dict[str, Any]) -> str | None:
-    """The order of the data; the public one depends on how a batch is shared out."""
+    """The order of the data as text; the published order depends on how a batch is divided among the ranks."""
     order = start.get("data", {}).get("order")
-    if order == "fork":
-        return f"fork of {start['world_size']} ranks with {start['accumulation']} micro-batches each"
+    if order == "published":
+        return f"published order of {start['world_size']} ranks with {start['accumulation']} micro-batches each"
     return order
 
 
@@ -288,7 +290,7 @@ def _read_table(path: Path) -> dict[tuple[str, str], list[tuple[int, int, float]
 
 
 def _expand(runs: str, spec: str) -> list[str]:
-    """``0-3,7`` as 0, 1, 2, 3, 7."""
+    """The labels of a list of runs: ``0-3,7`` gives 0, 1, 2, 3, 7."""
     labels: list[str] = []
     for part in runs.split(","):
         first, dash, last = part.partition("-")

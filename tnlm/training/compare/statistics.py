@@ -1,7 +1,7 @@
-"""The estimators behind the comparison, on arrays: resampling, matched schedules, crossings. Only numpy and scipy.
+"""Estimators of the comparison, on arrays: resampling, matched schedules, crossings. Imports only numpy and scipy.
 
-Everything works on rows: row 0 holds the data as they are, the others one bootstrap draw each, so a point
-estimate and its draws come from one pass. Steps are updates, losses any decreasing figure of merit.
+Arrays have one row per bootstrap draw, after row 0 with the data themselves, so a point estimate and its draws come
+from one pass. Steps are updates, losses any decreasing figure of merit.
 """
 
 import math
@@ -18,7 +18,7 @@ EXPONENTS = np.geomspace(0.02, 5.0, 120)
 
 
 def strata_of(units: Sequence[Hashable], cells: Sequence[Hashable]) -> list[list[list[int]]]:
-    """Strata of units of observations: units that occur in the same cells, each as its observations' indices.
+    """Group units into strata: a stratum holds the units that occur in the same cells, each as indices of observations.
 
     A unit is a seed, or a trunk with all its branches; a cell is an arm and horizon.
     """
@@ -32,7 +32,7 @@ def strata_of(units: Sequence[Hashable], cells: Sequence[Hashable]) -> list[list
 
 
 def resampled_weights(strata: Sequence[Sequence[Sequence[int]]], *, draws: int, seed: int = 0) -> np.ndarray:
-    """How often each observation counts in each bootstrap draw, shape (1 + draws, observations); row 0 is ones.
+    """Count of each observation in each bootstrap draw, shape (1 + draws, observations); row 0 is ones.
 
     Units are drawn with replacement within their stratum, so no cell is ever empty and branches of one trunk stay
     together. n - 1 of n are drawn: the draws of a mean then have the variance s^2 / n, without the bias of n draws
@@ -101,7 +101,7 @@ def decreasing_fit(means: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def loss_at(arm: Horizons, n: float) -> np.ndarray:
-    """Loss of a complete schedule of ``n`` steps, per row: between horizons, or on the law where there are four."""
+    """Loss of a complete schedule of ``n`` steps, per row: interpolated, or by the power law from four horizons on."""
     if len(arm.steps) >= 4:
         c, a, b = power_law(arm)
         return c + a * n**-b
@@ -122,7 +122,7 @@ def _segment(steps: np.ndarray, n: float) -> tuple[int, float]:
 
 
 def steps_to(arm: Horizons, target: np.ndarray, *, extrapolate: bool = False) -> np.ndarray:
-    """Horizon whose final loss is ``target`` (rows,): the inverse of :func:`loss_at`, per row.
+    """Horizon, in steps, whose final loss is ``target`` (rows,): the inverse of :func:`loss_at`, per row.
 
     ``inf`` where even the longest horizon stays above the target, ``-inf`` where the shortest is below it;
     ``extrapolate`` continues the end segments (or the law) instead.
@@ -177,7 +177,7 @@ def _law(means: np.ndarray, weight: np.ndarray, scale: np.ndarray, b: np.ndarray
 
 
 def slope_at(arm: Horizons, n: float) -> float:
-    """|dL/dN| of complete runs at ``n``, nats per step, from row 0."""
+    """Slope of the loss of complete runs at ``n``, ``|dL/dN|`` in nats per step, from row 0."""
     one = Horizons(arm.steps, arm.means[:1], arm.counts)
     low, high = n * 0.999, n * 1.001
     if len(arm.steps) < 4:
@@ -243,7 +243,7 @@ def pooled_sd(groups: Sequence[np.ndarray]) -> float | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """Variant minus base, final losses."""
+    """Difference of the mean final losses, variant minus base, with its interval and p values."""
 
     value: float
     low: float | None
@@ -290,7 +290,7 @@ def difference(
 
 
 def _p(value: float) -> float:
-    """A p value; 1 where it is nan, as for two equal groups without spread: nothing speaks for a difference."""
+    """A p value as a float; 1 where it is nan, as for two equal groups without spread."""
     return 1.0 if math.isnan(value) else float(value)
 
 

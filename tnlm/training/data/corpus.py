@@ -1,4 +1,4 @@
-"""The text that every CPython carries: help topics and the docstrings of the standard library.
+"""The embedded corpus: help topics and docstrings of the standard library, which every CPython carries.
 
 Nothing to download or to ship, so training runs offline anywhere. The text is read in place from source files
 (so it does not depend on ``-OO``) and differs between Python versions: its sha256 and the version are recorded,
@@ -28,12 +28,12 @@ _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-package
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of the two splits, and what identifies them."""
+    """Documents of the two splits, with the hash and Python version that identify them."""
 
     train: tuple[str, ...]
     validation: tuple[str, ...]
     sha256: str
-    """Of all documents, joined with blank lines, in UTF-8."""
+    """Hash of :attr:`text` in UTF-8."""
     python: str
 
     @property
@@ -101,7 +101,7 @@ def _docstrings_of(node: ast.AST) -> Iterator[str]:
 
 
 def cache_folder() -> Path:
-    """Where the trained vocabulary is kept: ``$TNLM_CACHE``, else ``$XDG_CACHE_HOME/tnlm``, else ``~/.cache/tnlm``."""
+    """Folder of the cache: ``$TNLM_CACHE``, else ``$XDG_CACHE_HOME/tnlm``, else ``~/.cache/tnlm``."""
     if os.environ.get("TNLM_CACHE"):
         return Path(os.environ["TNLM_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tnlm"
@@ -126,7 +126,7 @@ def embedded_tokenizer() -> Tokenizer:
 
 
 def count_tokens(tokenizer: Tokenizer) -> int:
-    """Tokens of the training split. Costs about a CPU-second."""
+    """Number of tokens of the training split. Costs about a CPU-second."""
     return sum(len(tokenize.encode_document(tokenizer, document)) for document in embedded_corpus().train)
 
 

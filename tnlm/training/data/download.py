@@ -1,4 +1,4 @@
-"""``data get fineweb10B --shards N``: the published token shards, resumable, verified and complete or absent.
+"""Download of the published token shards, ``data get fineweb10B --shards N``: resumable and verified.
 
 ``kjj0/fineweb10B-gpt2`` holds FineWeb sample-10BT in GPT-2 ids: 103 training shards, 10,255,324,043 tokens, and
 one validation shard. 9,726 steps of 524,288 tokens need 52 training shards, 10.4 GB.
@@ -38,7 +38,7 @@ def fineweb_files(n_shards: int) -> dict[str, int]:
 def get_fineweb(
     folder: str | os.PathLike, n_shards: int, *, progress: Callable[[str, int, int], None] | None = None
 ) -> dict[str, Any]:
-    """Download what is missing. Interrupted, the same call continues; a file under its name is complete.
+    """Download the shards that are missing. The same call continues an interrupted one; only complete files get a name.
 
     Args:
         progress: Called as ``progress(file, done, total)`` after each file that is in place.
@@ -82,7 +82,7 @@ def _size(path: Path) -> int | None:
 
 
 def _download(name: str, missing: dict[str, int], folder: Path) -> None:
-    """Fetch one file beside the others, check it, and only then give it its name."""
+    """Fetch one file under a temporary name, check it, and then rename it."""
     import httpx
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError

@@ -1,4 +1,4 @@
-"""From the names in a configuration to shards, tokenizer, loader and validation set."""
+"""Inputs of a run: training loader, validation set and tokenizer, opened from the names in its configuration."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,28 +6,28 @@ from typing import Any
 
 from tnlm.text import tokenizer as tokenizers
 from tnlm.text.tokenizer import Tokenizer
+from tnlm.training.config import TrainConfig
 from tnlm.training.data import shards
 from tnlm.training.data.sources import find_data
 from tnlm.training.data.stream import Loader, Order, TokenStream, Validation
-from tnlm.training.presets import TrainConfig
 from tnlm.training.run.distributed import World
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one rank reads."""
+    """The data that one rank reads, with its tokenizer."""
 
     loader: Loader
     validation: Validation
     tokenizer: Tokenizer | None
     facts: dict[str, Any]
-    """Plain data that tells two data sets apart: recorded in the run's ``start`` event."""
+    """JSON values that identify the data: recorded in the run's ``start`` event."""
     text_bytes: int | None
     """Bytes of text in the validation tokens; None without a tokenizer."""
 
 
 def open_inputs(config: TrainConfig, world: World) -> Inputs:
-    """Find, check and open everything; no step has been taken when this refuses.
+    """Find, check and open the data and the tokenizer, before the first step.
 
     Raises:
         ValueError: Shards are missing or damaged, the vocabulary is not the model's, or there are too few tokens.
@@ -42,7 +42,7 @@ def open_inputs(config: TrainConfig, world: World) -> Inputs:
             f"{d_vocab} ids in {train[0].parent}; pass --model.d-vocab {d_vocab}"
         )
     stream, held_out = (TokenStream(paths, allow_truncated=config.allow_truncated) for paths in (train, validation))
-    order: Order = "shuffle" if config.shuffle else "fork" if config.recipe == "replication-exact" else "stream"
+    order: Order = "shuffle" if config.shuffle else "published" if config.recipe == "replication-exact" else "stream"
     loader = Loader(
         stream,
         seq=config.seq,
@@ -61,8 +61,8 @@ def open_inputs(config: TrainConfig, world: World) -> Inputs:
         "source": config.data,
         "shards": len(train),
         "tokens": len(stream),
-        "windows": loader.windows if order != "fork" else None,
-        "tokens_dropped": loader.tokens_dropped if order != "fork" else None,
+        "windows": loader.windows if order != "published" else None,
+        "tokens_dropped": loader.tokens_dropped if order != "published" else None,
         "fingerprint": stream.fingerprint,
         "shards_read": loader.shards_read(config.steps),
         "order": order,

@@ -1,9 +1,9 @@
-"""Token shards, the ``.bin`` files of the public runs: read, written, found and validated. No torch here.
+"""Token shards, the ``.bin`` files of the public runs: reading, writing, finding and checking. Imports no torch.
 
 Layout: 256 little-endian int32, of which [0] = 20240520, [1] = 1, [2] = number of tokens and the rest 0, then
 the ids as little-endian uint16; so the size is 1024 + 2 n bytes (format of karpathy/llm.c, used by
-KellerJordan/modded-nanogpt). Each document is *preceded* by the end-of-text id. Nothing is ever wrapped,
-clamped or guessed: a file that does not fit is a ``ValueError`` with path, expected and actual.
+KellerJordan/modded-nanogpt). Each document is *preceded* by the end-of-text id. A file that does not have this
+layout is a ``ValueError`` with its path and what was expected and found.
 """
 
 import filecmp
@@ -32,7 +32,7 @@ _FETCH = "fetch it again with `tnlm-train data get`"
 
 
 def write_shard(path: str | os.PathLike, tokens: Sequence[int] | np.ndarray) -> None:
-    """Write one shard, atomically: a reader sees the old file or the whole new one.
+    """Write one shard, atomically.
 
     Raises:
         ValueError: ``tokens`` is empty, not one axis of integers, or holds an id outside ``[0, 65535]``.
@@ -64,7 +64,7 @@ def write_shard(path: str | os.PathLike, tokens: Sequence[int] | np.ndarray) -> 
 
 
 def shard_tokens(path: str | os.PathLike, *, allow_truncated: bool = False) -> int:
-    """Number of tokens of a shard, after checking its header against its size. Reads 1 kB.
+    """Number of tokens of a shard, whose header is checked against the file's size. Reads 1 kB.
 
     Args:
         allow_truncated: Accept a body shorter than the header says, and count the whole ids it holds.
@@ -127,10 +127,10 @@ def _check_magic(path: Path, head: bytes, size: int) -> None:
 
 
 class Shard:
-    """The ids of one open shard, read when they are asked for.
+    """One open shard, whose ids are read on demand.
 
-    Reads by ``pread`` and not from a memory map: where the file has shrunk, a map ends the process with SIGBUS and no
-    word. The file stays open, so it may be replaced or removed by name. Threads may share it.
+    Reads by ``pread`` and not from a memory map, which ends the process with SIGBUS when the file has shrunk. The file
+    stays open, so it may be replaced or removed by name. Threads may share it.
 
     Raises:
         ValueError: As :func:`shard_tokens`.
@@ -233,7 +233,7 @@ def refuse_duplicates(train: Sequence[Path], validation: Sequence[Path] = ()) ->
 
 
 def shard_identity(path: str | os.PathLike) -> dict[str, Any]:
-    """Name, size and sha256 of the first and last 4 kB of a file: tells versions apart without reading it all."""
+    """Name, size and sha256 of the first and last 4 kB of a file: it changes with the content, and is cheap to read."""
     path = Path(path)
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -244,13 +244,13 @@ def shard_identity(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def fingerprint(identities: Sequence[dict[str, Any]]) -> str:
-    """One hash of what :func:`shard_identity` tells of a list of shards, in order."""
+    """One hash of the :func:`shard_identity` of several shards, in order."""
     return hashlib.sha256(json.dumps(identities).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What ``data check`` prints of one shard."""
+    """Facts of one checked shard, as ``data check`` prints them."""
 
     path: Path
     tokens: int
@@ -288,7 +288,7 @@ def check_data(
     allow_truncated: bool = False,
     progress: Callable[[ShardReport], None] | None = None,
 ) -> dict[str, Any]:
-    """``data check``: every shard of a folder or glob, whole, with the validation shards of the same folder.
+    """Read and check every shard of a folder or glob, and the validation shards of the same folder.
 
     Args:
         d_vocab: Limit of the ids; by default that of the sidecar, and without one only the largest id is reported.
@@ -334,7 +334,7 @@ def check_data(
 
 
 def refuse_id(ids: np.ndarray, d_vocab: int, path: str | os.PathLike, start: int) -> None:
-    """Raise for the first id of ``ids`` that is no row of the vocabulary; ``start`` is the place of ``ids[0]``."""
+    """Raise ``ValueError`` for the first id of ``ids`` outside the vocabulary; ``start`` is the place of ``ids[0]``."""
     place = int(np.argmax(ids >= d_vocab))
     raise ValueError(f"id {ids[place]} >= vocab {d_vocab} in {path} at token {start + place}")
 
@@ -348,7 +348,7 @@ def write_sidecar(folder: str | os.PathLike, **facts: Any) -> dict[str, Any]:
 
 
 def read_sidecar(folder: str | os.PathLike) -> dict[str, Any] | None:
-    """The folder's ``dataset.json``, or None; the vocabulary size of shards is read here, never assumed."""
+    """Read the folder's ``dataset.json``, which holds the vocabulary size of its shards; None if there is none."""
     path = Path(folder) / SIDECAR
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""From the name of the data in a configuration to its shards. Imports no torch."""
+"""Shards of the data that a configuration names. Imports no torch."""
 
 import sys
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 from tnlm.text import tokenizer as tokenizers
 from tnlm.text.tokenizer import Tokenizer
+from tnlm.training.config import TrainConfig
 from tnlm.training.data import corpus, shards
-from tnlm.training.presets import TrainConfig
 from tnlm.training.run.distributed import World, on_main
 
 
@@ -34,7 +34,7 @@ def _write_corpus(config: TrainConfig) -> Path:
 
 
 def count_tokens(config: TrainConfig) -> int:
-    """Training tokens of the data, with nothing written.
+    """Number of training tokens of the data; writes nothing.
 
     The embedded corpus is tokenized for it, in a few CPU-seconds; of shards the headers are read.
 
@@ -48,6 +48,7 @@ def count_tokens(config: TrainConfig) -> int:
 
 
 def _shards_folder(config: TrainConfig) -> str | Path:
+    """Folder or glob of the shards: ``config.data``, or the cache for a published data set."""
     if config.data != "fineweb10B":
         return config.data
     folder = corpus.cache_folder() / "fineweb10B"

@@ -1,11 +1,11 @@
-"""Batches from token shards: one global position, whatever the number of ranks, micro-batches or restarts.
+"""Training and validation batches from token shards; one integer, the global position, names the next batch.
 
 The sorted shards form one stream of tokens, cut into windows of ``seq + 1`` tokens that overlap by one. Global
 sequence number ``g = step * S + i`` names window ``g mod n`` of epoch ``g div n``, where S sequences make a batch
 and n windows an epoch. Micro-batch j of rank r takes ``i = (j W + r) B ... + B``. So the position is one integer,
 and any world size W and micro-batch B with the same S see the same batches, bit for bit.
 
-``order="fork"`` instead repeats the per-rank rule of the public code (its first micro-batch twice, shard tails
+``order="published"`` instead repeats the per-rank rule of the public code (its first micro-batch twice, shard tails
 unused, ranks changing shard at different steps), which depends on W and B and resumes only under the same ones.
 """
 
@@ -25,11 +25,11 @@ from torch import Tensor
 from tnlm.text.tokenizer import Tokenizer
 from tnlm.training.data import shards
 
-Order = Literal["stream", "shuffle", "fork"]
+Order = Literal["stream", "shuffle", "published"]
 
 
 class TokenStream:
-    """The tokens of sorted shards as one sequence; nothing is read before it is asked for.
+    """The tokens of sorted shards as one sequence, read on demand.
 
     Raises:
         ValueError: A shard is damaged (all are checked here, by header and size), or given twice.
@@ -58,7 +58,7 @@ class TokenStream:
         return shards.fingerprint(self.identities)
 
     def shards_before(self, end: int) -> int:
-        """How many shards the tokens ``[0, end)`` lie in."""
+        """Number of shards that hold the tokens ``[0, end)``."""
         return bisect.bisect_left(self._starts[:-1].tolist(), end)
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -119,8 +119,8 @@ class Loader:
         seq: Tokens per sequence; a window has one more.
         batch: Sequences per step over all ranks.
         micro_batch: Sequences per forward on one rank.
-        order: ``stream``, ``shuffle`` (a permutation of the windows per epoch, from ``seed``), or ``fork``.
-        bos_align: Each window starts at an end-of-text id ``eot``; what lies between is skipped.
+        order: ``stream``, ``shuffle`` (a permutation of the windows per epoch, from ``seed``), or ``published``.
+        bos_align: Start each window at an end-of-text id ``eot``; the tokens between two windows are skipped.
         d_vocab: Limit that every id is checked against.
 
     Raises:
@@ -146,8 +146,8 @@ class Loader:
             raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {order!r}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in [0, world_size), got rank={rank}, world_size={world_size}")
-        if bos_align and (eot is None or order == "fork"):
-            raise ValueError(f"bos_align needs an end-of-text id and an order other than fork, got {eot}, {order!r}")
+        if bos_align and (eot is None or order == "published"):
+            raise ValueError(f"bos_align needs an end-of-text id and not order published, got {eot}, {order!r}")
         self.stream, self.seq, self.batch, self.micro_batch, self.d_vocab = stream, seq, batch, micro_batch, d_vocab
         self.rank, self.world_size, self.order, self.seed = rank, world_size, order, seed
         self.bos_align, self.eot = bos_align, eot
@@ -160,12 +160,12 @@ class Loader:
         self.windows = (len(stream) - 1) // seq if not bos_align else len(self._aligned_starts)
         if self.windows == 0:
             raise ValueError(f"no document start is followed by {seq} tokens, so bos_align leaves no window")
-        if order == "fork":
+        if order == "published":
             own, ahead = (
-                ForkOrder(stream.sizes, seq=seq, micro_batch=micro_batch, rank=r, world_size=world_size)
+                PublishedOrder(stream.sizes, seq=seq, micro_batch=micro_batch, rank=r, world_size=world_size)
                 for r in (rank, world_size - 1)
             )
-            self._fork, self._fork_ahead = own, ahead
+            self._published, self._published_ahead = own, ahead
         self.position = 0
         self._permutation: tuple[int, np.ndarray] = (-1, np.empty(0))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tnlm-data")
@@ -199,15 +199,15 @@ class Loader:
         return self._aligned_starts[index] if self.bos_align else index * self.seq
 
     def progress(self, position: int) -> tuple[int, int]:
-        """What the first ``position`` sequences of the run took, and how much of that makes an epoch.
+        """Progress through the data: units taken by the first ``position`` sequences of the run, and units of an epoch.
 
-        Windows; or, in the public order, micro-batches of the last rank, which is the first to begin anew.
+        A unit is a window; or, in the published order, a micro-batch of the last rank, the first to begin a new epoch.
         """
-        if self.order != "fork":
+        if self.order != "published":
             return position, self.windows
-        return self._fork_ahead.taken(self._fork_count(position)), self._fork_ahead.per_epoch
+        return self._published_ahead.taken(self._published_count(position)), self._published_ahead.per_epoch
 
-    def _fork_count(self, position: int) -> int:
+    def _published_count(self, position: int) -> int:
         return position // self.batch * self.accumulation
 
     def next_step(self) -> UInt16[Tensor, "accumulation micro_batch window"]:
@@ -224,8 +224,8 @@ class Loader:
     def _read(self, position: int) -> Tensor:
         windows = np.empty((self.accumulation, self.micro_batch, self.seq + 1), dtype=np.uint16)
         for j in range(self.accumulation):
-            if self.order == "fork":
-                start = self._fork.start(self._fork_count(position) + j)
+            if self.order == "published":
+                start = self._published.start(self._published_count(position) + j)
                 tokens = self.stream.read(start, self.micro_batch * self.seq + 1)
                 self.stream.refuse_ids(tokens, start, self.d_vocab)
                 windows[j, :, :-1] = tokens[:-1].reshape(self.micro_batch, self.seq)
@@ -240,7 +240,7 @@ class Loader:
         return batch.pin_memory() if torch.cuda.is_available() else batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, as plain numbers and strings; the same on every rank."""
+        """The position in the stream and what it depends on, as JSON values; the same on every rank."""
         state: dict[str, Any] = {
             "position": self.position,
             "batch": self.batch,
@@ -252,12 +252,12 @@ class Loader:
             "shards": self.stream.identities,
             "epoch_length": self.progress(0)[1],
         }
-        if self.order == "fork":
+        if self.order == "published":
             state |= {"world_size": self.world_size, "micro_batch": self.micro_batch}
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, allow_other_data: bool = False) -> None:
-        """Continue where ``state`` stands.
+        """Continue from the position of a :meth:`state_dict`.
 
         Shards that were not read yet may have been added, removed or changed: the run then is the one that had these
         from the beginning. A shuffle, and a second epoch, depend on all of them.
@@ -266,13 +266,13 @@ class Loader:
             allow_other_data: Accept other shards, length, batch, seed or order.
 
         Raises:
-            ValueError: The state is of other data; lists what differs. ``fork`` needs equal world size and
+            ValueError: The state is of other data; lists what differs. ``published`` needs equal world size and
                 micro-batch.
         """
         own, beside = self.state_dict(), ("position", "shards", "epoch_length")
         missing = [key for key in own if key not in state and key not in ("shards", "epoch_length")]
         differ = [key for key in own if key not in (*beside, "fingerprint") and state.get(key) != own[key]]
-        if missing or (differ and (self.order == "fork" or not allow_other_data)):
+        if missing or (differ and (self.order == "published" or not allow_other_data)):
             listed = ", ".join(f"{key} {state.get(key)!r} (now {own[key]!r})" for key in differ or missing)
             raise ValueError(f"the data position is of another stream: {listed}; resume with the same data")
         if state["fingerprint"] != own["fingerprint"] and not allow_other_data:
@@ -316,8 +316,8 @@ class Loader:
         """Place in the stream after the last token of the first ``position`` sequences, within the first epoch."""
         if position == 0:
             return 0
-        if self.order == "fork":
-            return self._fork_ahead.start(self._fork_count(position) - 1) + self.micro_batch * self.seq + 1
+        if self.order == "published":
+            return self._published_ahead.start(self._published_count(position) - 1) + self.micro_batch * self.seq + 1
         return self.window_start(position - 1) + self.seq + 1
 
     def close(self) -> None:
@@ -325,7 +325,7 @@ class Loader:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-class ForkOrder:
+class PublishedOrder:
     """Start of every micro-batch of one rank in the order of the public code (modded-nanogpt of November 2025).
 
     Rank r starts each shard at ``r B T`` and strides ``B T W``; it leaves when its position plus ``B T W + 1``
@@ -338,7 +338,7 @@ class ForkOrder:
         self._stride, self._first = micro_batch * seq * world_size, rank * micro_batch * seq
         if min(self._sizes) < self._stride + 1:
             raise ValueError(
-                f"order fork needs shards of at least world_size * micro_batch * seq + 1 = {self._stride + 1} "
+                f"order published needs shards of at least world_size * micro_batch * seq + 1 = {self._stride + 1} "
                 f"tokens, got {min(self._sizes)}"
             )
         self._before = np.concatenate([[0], np.cumsum(self._sizes)]).tolist()
@@ -348,11 +348,11 @@ class ForkOrder:
 
     @property
     def per_epoch(self) -> int:
-        """Micro-batches until the rank begins anew."""
+        """Number of micro-batches of the rank in one epoch."""
         return self._visited[-1]
 
     def taken(self, count: int) -> int:
-        """How many different ones the first ``count`` micro-batches are, those of later epochs counted again."""
+        """Number of different micro-batches among the first ``count``; those of later epochs count again."""
         return count - 1 if count > 1 else count
 
     def start(self, index: int) -> int:
@@ -365,16 +365,19 @@ class ForkOrder:
 def inputs_and_targets(
     windows: UInt16[Tensor, "micro_batch window"], device: torch.device | str
 ) -> tuple[Int64[Tensor, "micro_batch seq"], Int64[Tensor, "micro_batch seq"]]:
-    """Move one micro-batch as uint16 and widen it on the device: the model reads all but the last token of each."""
+    """Inputs and targets of one micro-batch, on ``device``: each window without its last, and without its first, token.
+
+    The ids are moved as uint16 and widened there.
+    """
     wide = windows.to(device, non_blocking=True).long()
     return wide[:, :-1], wide[:, 1:]
 
 
 class Validation:
-    """The first ``tokens`` tokens of the validation shards in windows of ``seq``, each with its own context.
+    """The first ``tokens`` tokens of the validation shards, in windows of ``seq``.
 
-    The same tokens for any number of ranks and any micro-batch; report the sum of all cross-entropies divided by
-    ``tokens``, never a mean of means.
+    They are the same for any number of ranks and any micro-batch. The validation loss is the sum of all cross-entropies
+    divided by ``tokens``; a mean over batches would weigh a smaller last batch too much.
 
     Raises:
         ValueError: ``tokens`` is no multiple of ``seq``, or more than the shards hold (names the exact number).
@@ -398,7 +401,7 @@ class Validation:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of exactly the tokens that are read, ``tokens + 1`` of them, as little-endian uint16."""
+        """sha256 of the ``tokens + 1`` ids that are read, as little-endian uint16."""
         return hashlib.sha256(self._ids.astype("<u2").tobytes()).hexdigest()
 
     def batches(
@@ -412,7 +415,7 @@ class Validation:
             yield torch.from_numpy(np.stack(windows))
 
     def text_bytes(self, tokenizer: Tokenizer) -> int:
-        """Bytes of text that the predicted tokens stand for, exactly; end-of-text counts none.
+        """Number of bytes of text that the predicted tokens stand for; end-of-text counts none.
 
         Bits per byte = mean CE in nats / ln 2 * ``tokens`` / this.
         """

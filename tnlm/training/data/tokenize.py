@@ -1,4 +1,4 @@
-"""``data tokenize``: text files into token shards, on several processes, with a sidecar that says how.
+"""Tokenization of text files into token shards, ``data tokenize``: on several processes, with a sidecar of facts.
 
 Sources: ``.jsonl`` (one object per line, field ``text``), ``.parquet`` (column ``text``), ``.txt`` (one document
 per file, or per separator), or ``-`` for standard input (one document per line). Documents keep their order.
@@ -55,7 +55,7 @@ def read_documents(
     separator: str | None = None,
     stdin: Iterable[str] | None = None,
 ) -> Iterator[str]:
-    """Documents of one source, in order; empty ones are dropped.
+    """Read the documents of one source, in order; empty ones are dropped.
 
     Args:
         field: Key of a jsonl object, or column of a parquet file.

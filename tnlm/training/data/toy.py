@@ -1,8 +1,8 @@
-"""``data toy cycles``: sequences that tile a random cycle of distinct tokens.
+"""The toy language ``data toy cycles``: sequences that repeat a random cycle of distinct tokens.
 
 Each sequence draws k distinct tokens in random order and repeats them to its length: ``a b c a b c a ...``. From
-the second turn on the next token is certain, and the mechanism that predicts it is known (look up what followed
-this token before: induction), so it is the smallest language for checking an interpretation.
+the second repetition on the next token is certain, and the mechanism that predicts it is known (find the token that
+followed this one before: induction), so it is the smallest language for checking an interpretation.
 """
 
 import os
@@ -15,7 +15,7 @@ from tnlm.training.data import shards
 
 
 def cycles(n_sequences: int, *, seq: int, d_vocab: int, period: int | tuple[int, int], seed: int = 0) -> np.ndarray:
-    """Sequences (n_sequences, seq) of tokens ``< d_vocab``, each a tiled cycle of ``period`` distinct tokens.
+    """Sequences, (n_sequences, seq), of ids below ``d_vocab``, each a repeated cycle of ``period`` distinct ids.
 
     Args:
         period: Length of every cycle, or (lowest, highest), drawn uniformly for each sequence.

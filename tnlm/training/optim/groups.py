@@ -1,4 +1,4 @@
-"""Which parameter is trained by what: Adam for embedding, head and scalars, Muon for the matrices of the blocks."""
+"""Parameter groups: Adam for embedding, unembedding and scalars, Muon for the matrices of the blocks."""
 
 from collections.abc import Mapping
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from tnlm.training.config import TrainConfig
 from tnlm.training.optim.muon import Muon
-from tnlm.training.presets import TrainConfig
 
 
 class Optimizers:
-    """The published groups under one schedule.
+    """Adam and Muon over the published parameter groups, under one schedule.
 
     ====================== ========= ==================
     parameters             optimiser learning rate
@@ -58,7 +58,7 @@ class Optimizers:
         self._base = [(group, group["lr"]) for optimizer in self.all for group in optimizer.param_groups]
 
     def step(self, step: int) -> tuple[float, float]:
-        """Update number ``step`` (from 0); returns the schedule's factor and Muon's momentum that it used."""
+        """Make update number ``step`` (from 0); returns the learning-rate factor and Muon's momentum that it used."""
         factor, momentum = self.schedule.lr_factor(step), self.schedule.momentum(step)
         for group, lr in self._base:
             group["lr"] = lr * factor
@@ -73,7 +73,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """Every state tensor as ``optimizer.{parameter}.{key}``, the same on every rank and for any number of ranks."""
+        """All state tensors by ``optimizer.{parameter}.{key}``: the same on every rank and for any number of ranks."""
         return {
             f"optimizer.{self.names[p]}.{key}": value  # type: ignore[index]
             for optimizer in self.all
@@ -111,5 +111,5 @@ class Optimizers:
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
-    """The global 2-norm of all gradients; not finite as soon as one of them is not."""
+    """The 2-norm of all gradients together; not finite if one of them is not."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])

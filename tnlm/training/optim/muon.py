@@ -1,4 +1,4 @@
-"""Muon in the form of the public runs: SGD momentum, Nesterov, five Newton-Schulz steps, shared among ranks.
+"""The optimiser Muon as the public runs use it: SGD momentum, Nesterov, five Newton-Schulz steps, shared among ranks.
 
 For a matrix W (rows x cols) with gradient g::
 
@@ -53,7 +53,7 @@ def _scale(u: Tensor) -> Tensor:
 
 
 def _newton_schulz(u: Tensor, steps: int) -> Tensor:
-    """Of matrices that are normalised already."""
+    """Newton-Schulz steps on matrices that are normalised already."""
     high = u.shape[-2] > u.shape[-1]
     x = u.reshape(-1, *u.shape[-2:])
     x = x.mT if high else x
@@ -82,7 +82,7 @@ def _iterate(x: Float[Tensor, "stack n m"], steps: int) -> Float[Tensor, "stack 
 
 
 def _plus_identity(q: Tensor, a: float) -> Tensor:
-    """``a + q``, in q."""
+    """Add ``a`` times the identity to ``q``, in place."""
     q.diagonal(dim1=-2, dim2=-1).add_(a)
     return q
 
@@ -105,7 +105,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: Matrices, or (name, matrix) pairs as from ``named_parameters``; errors then use the names.
-        ns_dtype: Of the iteration; ``auto`` is bfloat16 on GPUs from sm_80 on and float32 elsewhere. The update
+        ns_dtype: Dtype of the iteration; ``auto`` is bfloat16 on GPUs from sm_80 on and float32 elsewhere. The update
             is in this dtype too, as published. Momentum is kept in the dtype of the parameter.
         weight_decay: Decoupled, ``W <- (1 - lr weight_decay) W`` first; off in the published recipe.
         distribution: ``round_robin`` gives each matrix to one rank, balanced by cost, and sums the updates with
@@ -197,7 +197,7 @@ class Muon(torch.optim.Optimizer):
             raise FloatingPointError(f"gradient of {bad[0]} is not finite; no parameter was changed")
 
     def _advanced(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """The buffer, after ``buf <- mu buf + g``."""
+        """Advance the momentum buffer, ``buf <- mu buf + g``, and return it."""
         assert p.grad is not None
         state = self.state[p]
         if "momentum_buffer" not in state:
@@ -206,7 +206,7 @@ class Muon(torch.optim.Optimizer):
         return torch.add(p.grad, buffer, alpha=group["momentum"], out=buffer)
 
     def _direction(self, p: Tensor, group: dict[str, Any], out: Tensor) -> None:
-        """Advance the buffer; what is then to orthogonalise, into ``out``."""
+        """Advance the momentum buffer, and write the matrix to orthogonalise into ``out``."""
         buffer = self._advanced(p, group)
         assert p.grad is not None
         if group["nesterov"]:
@@ -257,7 +257,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def balanced_owners(shapes: list[tuple[int, ...]], world_size: int) -> list[int]:
-    """The rank of each matrix: costliest first, each to the rank with the least work so far. Deterministic."""
+    """Rank that works on each matrix: the costliest first, each for the rank with the least work so far."""
     cost = [4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3 for s in shapes]
     load, owner = [0] * world_size, [0] * len(shapes)
     for i in sorted(range(len(shapes)), key=lambda i: -cost[i]):

@@ -39,7 +39,7 @@ class Schedule:
         return self.steps - self.warmdown_steps
 
     def lr_factor(self, step: int) -> float:
-        """What multiplies every learning rate at update ``step``; 0 from ``steps`` on."""
+        """Factor on every learning rate at update ``step``; 0 from ``steps`` on."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if step < self.stable_end:

@@ -1,1 +1,1 @@
-"""One training run: start, loop, checkpoints, metrics, branch and export."""
+"""A training run: start, loop, losses, checkpoints, metrics, cost, branch and export."""

@@ -1,8 +1,8 @@
-"""A new run that shares the constant-rate phase of another: matched-schedule horizons for the price of a warm-down."""
+"""Configuration of a run that continues a checkpoint of another run under a schedule of its own."""
 
 from pathlib import Path
 
-from tnlm.training.presets import TrainConfig, load_config
+from tnlm.training.config import TrainConfig, load_config
 from tnlm.training.run.checkpointing import complete_steps
 
 
@@ -11,9 +11,10 @@ def branch_config(
 ) -> TrainConfig:
     """The configuration that continues a checkpoint of ``trunk`` under a schedule of ``steps``.
 
-    As long as both schedules are constant up to the checkpoint, the branch is the run that would have been trained with
-    ``steps`` from the beginning, bit for bit; it copies the trunk's log up to there. Branches of one trunk share their
-    noise: they count as one seed.
+    So several horizons share one constant-rate phase, and each costs only its warm-down. As long as both schedules are
+    constant up to the checkpoint, the branch is bit for bit the run that would have been trained with ``steps`` from
+    the beginning; it copies the trunk's log up to there. Branches of one trunk share their noise: they count as one
+    seed.
 
     Args:
         at: Step of the checkpoint; by default the last one before either warm-down begins.

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: complete or ignored, in files of plain tensors and JSON that nothing can hide code in.
+"""Checkpoints of a run: written completely or ignored, in safetensors and JSON files, which cannot hold code.
 
 A checkpoint ``RUN/checkpoints/step_000250/`` holds
 
@@ -43,7 +43,7 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a complete checkpoint holds beside the model."""
+    """A complete checkpoint: its path, its step, and its contents beside the model."""
 
     path: Path
     step: int
@@ -122,7 +122,7 @@ def mark_complete(folder: Path, *, step: int) -> None:
 
 
 def find_latest(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint of a run, and what was passed over on the way, each with its reason."""
+    """The newest complete checkpoint of a run, or None; and the newer ones that were skipped, each with the reason."""
     skipped = [f"{path.name}: an interrupted save" for path in sorted((run / "checkpoints").glob(".step_*.part"))]
     for path in _by_age(run):
         defect = find_defect(path)
@@ -133,7 +133,7 @@ def find_latest(run: Path) -> tuple[Path | None, list[str]]:
 
 
 def recover(run: Path) -> tuple[Path | None, list[str]]:
-    """Put in order what a kill or a damaged disk left.
+    """Repair the checkpoints of a run after a kill or a disk error, and return the newest undamaged one.
 
     Contents are compared with their hashes. Damaged checkpoints are renamed to ``step_N.damaged``, with a warning, and
     count no more; unfinished files and folders are removed; ``latest`` names the checkpoint that is returned. Only the
@@ -174,7 +174,7 @@ def recover(run: Path) -> tuple[Path | None, list[str]]:
 
 
 def check(path: Path) -> None:
-    """Compare a checkpoint with what its marker says, contents included.
+    """Compare the files of a checkpoint with the sizes and hashes in its marker.
 
     Raises:
         ValueError: It is incomplete or damaged.
@@ -229,7 +229,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def restore_random_state(tensors: Mapping[str, Tensor]) -> None:
-    """Set the generators from :func:`random_state`.
+    """Set the random generators to a state returned by :func:`random_state`.
 
     Raises:
         ValueError: A state is missing.
@@ -248,7 +248,7 @@ def restore_random_state(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _by_age(run: Path) -> list[Path]:
-    """Folders named like checkpoints, newest first."""
+    """Folders whose name is a checkpoint's, newest first."""
     folder = run / "checkpoints"
     found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name)] if folder.is_dir() else []
     return sorted(found, key=_step, reverse=True)
@@ -268,7 +268,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; half removed, it has a name that is no checkpoint's."""
+    """Remove a checkpoint, renamed first: a kill while it is removed leaves no damaged checkpoint."""
     removed = path.with_name(f".{path.name}.removed.part")
     shutil.rmtree(removed, ignore_errors=True)
     path.rename(removed)

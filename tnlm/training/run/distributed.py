@@ -1,4 +1,4 @@
-"""Ranks: what torchrun says about them, and the few collectives of the loop.
+"""Ranks of a distributed run: read from the environment that torchrun sets, and the collectives of the loop.
 
 Reading the environment imports no torch and allocates nothing, so a wrong launch fails before anything is built.
 """
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
-"""Of every collective: a lost rank is an error, never a hang."""
+"""Time limit of every collective: a lost rank is an error, never a hang."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all."""
+    """Number of this process (rank) and of all processes of the run."""
 
     rank: int = 0
     size: int = 1
@@ -98,7 +98,7 @@ def sum_over_ranks(values: "torch.Tensor", world: World) -> "torch.Tensor":
 
 
 def on_main(action: Callable[[], T], world: World) -> T:
-    """Run ``action`` on rank 0 while the others wait; its value, or the exception it raised, on every rank."""
+    """Run ``action`` on rank 0 while the others wait; every rank returns its value or raises its exception."""
     if world.size == 1:
         return action()
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""From a checkpoint of a run to a folder that stands alone: weights, configuration, tokenizer, card."""
+"""Export of a checkpoint to a model folder: weights, configuration, tokenizer, card."""
 
 from pathlib import Path
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 import tnlm
 from tnlm.checkpoints.card import model_card
 from tnlm.text.tokenizer import FILE_NAME, Tokenizer
-from tnlm.training.presets import load_config
+from tnlm.training.config import load_config
 from tnlm.training.run.checkpointing import check, complete_steps, load
 from tnlm.training.run.metrics import read_metrics
 
 
-def export(run: Path, out: Path, *, step: int | None = None) -> dict[str, Any]:
+def export_run(run: Path, out: Path, *, step: int | None = None) -> dict[str, Any]:
     """Write the model of ``run`` to ``out``, in the dtypes it was trained in.
 
     Args:
-        step: Of the checkpoint; the newest complete one by default.
+        step: Step of the checkpoint; the newest complete one by default.
 
     Returns:
         ``folder step n_params`` and the losses recorded at that step.

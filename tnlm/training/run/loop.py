@@ -1,36 +1,31 @@
-"""The training loop: micro-batches, update, validation, checkpoints, and when to stop."""
+"""The training loop: updates, validations, checkpoints and progress of one run, until it ends or is told to stop."""
 
 import contextlib
 import math
-import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import tnlm
-from tnlm.kernels import pointwise
-from tnlm.kernels.cross_entropy import unembedded_cross_entropy
 from tnlm.output.progress import announce
-from tnlm.points import hooked
-from tnlm.text.evaluate import position_buckets, token_losses
+from tnlm.text.evaluate import position_buckets
+from tnlm.training.config import TrainConfig
 from tnlm.training.data.inputs import open_inputs
 from tnlm.training.data.stream import accumulation_steps, inputs_and_targets
 from tnlm.training.optim.groups import Optimizers, gradient_norm
-from tnlm.training.presets import TrainConfig
 from tnlm.training.run import checkpointing, metrics
 from tnlm.training.run.distributed import World, on_main, process_group, sum_over_ranks
+from tnlm.training.run.losses import MeanLoss, TokenLosses, validation_losses
 from tnlm.training.run.outcomes import Diverged, Interrupted, Result
 from tnlm.training.run.retention import is_saved
+from tnlm.training.run.signals import StopRequest
 from tnlm.training.run.start import (
     build_model,
     choose_device,
@@ -40,39 +35,6 @@ from tnlm.training.run.start import (
     versions,
     wants_bfloat16,
 )
-from tnlm.transformer import Transformer
-
-SAME_SIGNAL_SECONDS = 10.0
-"""Signals that follow the first one within this time are the same request to stop; see :meth:`Trainer.signals`."""
-
-
-class MeanLoss(nn.Module):
-    """What training descends: one graph to compile, and what DDP wraps."""
-
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
-        if hooked(self.model, self.model.unembed):
-            return token_losses(self.model(inputs), targets).mean()
-        x, w_u = self.model.final_residual(inputs), self.model.unembed.w_u
-        if pointwise.fits(x, w_u):
-            return unembedded_cross_entropy(x, w_u, targets, self.model.config.logit_softcap)
-        return token_losses(self.model.softcap(self.model.unembed(x)), targets).mean()
-
-
-class TokenLosses(nn.Module):
-    """What validation sums."""
-
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, inputs: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]
-    ) -> Float[Tensor, "batch seq"]:
-        return token_losses(self.model(inputs), targets)
 
 
 def train(config: TrainConfig, *, initial: Mapping[str, Tensor] | None = None, progress: bool = True) -> Result:
@@ -98,12 +60,12 @@ def train(config: TrainConfig, *, initial: Mapping[str, Tensor] | None = None, p
         shown = progress and world.main
         with announce("opening data, building the model") if shown else contextlib.nullcontext():
             trainer = Trainer(config, world=world, device=device, initial=initial, progress=progress)
-        with trainer.signals():
+        with trainer.stop_request.listen():
             return trainer.run()
 
 
 class Trainer:
-    """One run on one rank: model, optimisers, data, log. ``run`` does everything from the parts."""
+    """One training run on one rank: its model, optimisers, data and log. ``run`` trains to the end."""
 
     def __init__(
         self,
@@ -133,14 +95,12 @@ class Trainer:
             ids = [self.device.index] if self.device.type == "cuda" else None
             self.parallel = DistributedDataParallel(self.parallel, device_ids=ids, broadcast_buffers=False)
         self.step = 0
-        self.signal = 0
+        self.stop_request = StopRequest(announce=self.progress_enabled)
         self.stop = False
         self.micro_losses = torch.zeros(self.inputs.loader.accumulation)
         self.recorded: dict[str, dict[str, Any]] = {}
         self.log: metrics.MetricsLog | None = None
         self.speed = metrics.Speed()
-
-    # The parts
 
     def train_step(self) -> dict[str, float]:
         """One update. Returns its loss (mean over micro-batches and ranks), factor, momentum and gradient norm.
@@ -172,15 +132,11 @@ class Trainer:
         self.stop = stop
         return {"loss": loss, "lr": factor, "mu": momentum, "grad_norm": norm_value}
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Cross-entropy over exactly ``val_tokens`` tokens, summed in float64 over every window of every rank."""
+        """Mean cross-entropy over exactly ``val_tokens`` tokens, and what a ``val`` event says beside it."""
         config, validation = self.config, self.inputs.validation
-        sums = torch.zeros(config.seq, dtype=torch.float64, device=self.device)
         size = config.val_batch or config.micro_batch
-        for windows in validation.batches(size, rank=self.world.rank, world_size=self.world.size):
-            sums += self.losses(*inputs_and_targets(windows, self.device)).double().sum(0)
-        by_position = sum_over_ranks(sums, self.world).tolist()
+        by_position = validation_losses(self.losses, validation, batch=size, device=self.device, world=self.world)
         loss = sum(by_position) / validation.tokens
         if not math.isfinite(loss):
             raise Diverged(f"the validation loss is {loss} at step {self.step}; {self._last_good()}")
@@ -191,8 +147,6 @@ class Trainer:
             "buckets": [[b.start, b.stop, b.loss] for b in position_buckets(by_position, counts)],
             "val_tokens": validation.tokens,
         }
-
-    # The run
 
     def run(self) -> Result:
         """Train to the last step, resuming from the newest complete checkpoint.
@@ -245,7 +199,7 @@ class Trainer:
                 assert validation is not None
                 return self._finish(train, validation)
             if self.stop:
-                number = self.signal or signal.SIGTERM
+                number = self.stop_request.number or signal.SIGTERM
                 raise Interrupted(f"stopped at step {self.step}: {self._last_good()}; the same command resumes", number)
             train, validation, self.recorded = self._update(), None, {}
 
@@ -332,8 +286,6 @@ class Trainer:
         ids = tnlm.generate(self.model, prompt, new, temperature=0.8, seed=self.config.seed)
         return tokenizer.decode(ids[0, len(start) :].tolist())
 
-    # Checkpoints
-
     def save(self) -> None:
         """Write a complete checkpoint of this step; rank 0 does, the others wait."""
         on_main(self._save, self.world)
@@ -413,10 +365,8 @@ class Trainer:
         checkpointing.restore_random_state(checkpoint.tensors)
         self.step = checkpoint.step
 
-    # Small things
-
     def facts(self) -> dict[str, Any]:
-        """What the run depends on beyond its configuration; the ``start`` event."""
+        """Facts that the run depends on beyond its configuration; they make the ``start`` event."""
         config = self.config
         return {
             "recipe": config.recipe,
@@ -435,6 +385,7 @@ class Trainer:
         }
 
     def headline(self) -> str:
+        """The first line of progress: sizes, data, recipe, device and folder."""
         config, model = self.config, self.config.model
         dtype = "bf16" if self.mixed else "fp32"
         where = f"{self.world.size} x {self.device.type}" if self.world.size > 1 else str(self.device)
@@ -446,48 +397,14 @@ class Trainer:
         )
 
     def say(self, text: str) -> None:
+        """Print a line on stderr, on rank 0 and where progress is wanted."""
         if self.progress_enabled:
             print(text, file=sys.stderr, flush=True)
 
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the run after the step, with a save.
-
-        A launcher and a scheduler often signal the same process both, so whatever comes within
-        :data:`SAME_SIGNAL_SECONDS` is the same request; a later signal ends the process at once, without a save.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        first = 0.0
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            nonlocal first
-            if not self.signal:
-                self.signal, first = number, time.monotonic()
-                self._say_at_once(
-                    f"{signal.Signals(number).name}: saving after this step; "
-                    f"again after {SAME_SIGNAL_SECONDS:g} s to exit at once, without a save"
-                )
-            elif time.monotonic() - first > SAME_SIGNAL_SECONDS:
-                os._exit(128 + number)
-
-        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _say_at_once(self, text: str) -> None:
-        """A message from within a signal handler, which may have interrupted a print to the same stream."""
-        if self.progress_enabled:
-            with contextlib.suppress(OSError):
-                os.write(2, f"{text}\n".encode())
-
     def _agree(self, loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
         """Means over ranks of loss and gradient norm, and whether any rank was told to stop; one collective."""
-        values = torch.stack([loss.double(), norm.double(), torch.tensor(float(self.signal > 0), device=loss.device)])
+        told = torch.tensor(float(self.stop_request.number > 0), device=loss.device)
+        values = torch.stack([loss.double(), norm.double(), told])
         loss_sum, norm_sum, stop = sum_over_ranks(values, self.world).tolist()
         return loss_sum / self.world.size, norm_sum / self.world.size, stop > 0
 

@@ -1,15 +1,17 @@
-"""What a run reports: ``metrics.jsonl``, the source of truth, and its views: terminal, tracker. Imports no torch.
+"""Metrics of a run: the log ``metrics.jsonl``, and what is shown of it on a terminal or sent to a tracker.
 
 One JSON object per line. ``step`` counts updates done, so ``train`` at step 1 is the loss of the first update and
 ``val`` at step 0 that of the fresh model:
 
-- ``start``, ``resume``: what the run depends on beyond its configuration: data, tokenizer, sizes, versions;
+- ``start``, ``resume``: facts that the run depends on beyond its configuration: data, tokenizer, sizes, versions;
 - ``train``: ``step tokens epoch loss lr mu grad_norm dt`` and, at log steps, ``tok_s mfu max_mem``; ``lr`` is the
   schedule's factor, ``loss`` the mean over ranks and micro-batches in nats per token, ``dt`` seconds, ``max_mem``
   bytes, ``epoch`` the passes over the training data so far, a fraction;
 - ``epoch``: the step whose batch is the first to hold tokens of the epoch ``epoch`` = 2, 3, ...;
 - ``val``: ``step tokens loss bits_per_byte buckets val_tokens dt``;
 - ``save``, ``sample``, ``end``.
+
+Imports no torch.
 """
 
 import contextlib
@@ -76,7 +78,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All events; a last line cut short by a kill is left out.
+    """Read all events of a ``metrics.jsonl``; a last line cut short by a kill is left out.
 
     Raises:
         ValueError: Another line is no event; names it.
@@ -121,7 +123,7 @@ def cut_back(path: Path, step: int, *, into: Path) -> list[dict[str, Any]]:
 
 
 class TrackerRun(Protocol):
-    """What trackio and wandb share."""
+    """The methods that runs of trackio and wandb share."""
 
     def log(self, values: dict[str, Any], /) -> Any: ...
     def finish(self) -> Any: ...
@@ -159,7 +161,7 @@ class Tracking:
 
 
 class Progress:
-    """A bar on a terminal, one plain line per log interval elsewhere; both on stderr."""
+    """Progress on stderr: a bar on a terminal, elsewhere one plain line per log interval."""
 
     def __init__(self, *, steps: int, start: int, enabled: bool) -> None:
         self.steps, self.enabled = steps, enabled
@@ -199,7 +201,7 @@ class Progress:
 
 
 class Speed:
-    """Tokens per second and remaining time, from the steps since this process began; evaluations do not count."""
+    """Mean duration of a step since this process began; evaluations do not count."""
 
     def __init__(self) -> None:
         self.seconds, self.steps, self._warm = 0.0, 0, False
@@ -222,7 +224,7 @@ class Speed:
 
 
 def resident_bytes() -> int | None:
-    """The largest resident memory this process has had; None where the system does not say."""
+    """Largest resident memory of this process so far, in bytes; None where the system does not say."""
     try:
         import resource
     except ImportError:
@@ -232,7 +234,7 @@ def resident_bytes() -> int | None:
 
 
 def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float:
-    """``loss / ln 2 * tokens / bytes`` for ``loss`` in nats per token."""
+    """Bits per byte of a loss in nats per token: ``loss / ln 2 * tokens / n_bytes``."""
     return loss / math.log(2) * tokens / n_bytes
 
 
@@ -244,7 +246,7 @@ def _si(value: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """``m:ss`` or ``h:mm:ss``."""
+    """A duration as ``m:ss`` or ``h:mm:ss``."""
     minutes, secs = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"

@@ -1,4 +1,4 @@
-"""How a run ends. Imports no torch."""
+"""Exceptions and the result of a training run. Imports no torch."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a finished run."""
+    """Folder, sizes and final losses of a finished run."""
 
     folder: Path
-    """What :func:`tnlm.load` reads."""
+    """The run folder, which :func:`tnlm.load` reads."""
     steps: int
     tokens: int
     train_loss: float
-    """Of the last update's batch, nats per token."""
+    """Loss of the last update's batch, nats per token."""
     val_loss: float
     bits_per_byte: float | None
     recipe: str

@@ -1,8 +1,8 @@
-"""Which steps of a run are saved, and which of its checkpoints stay. Imports no torch."""
+"""Steps at which a run saves, and the checkpoints that it keeps. Imports no torch."""
 
 from collections.abc import Iterable
 
-from tnlm.training.presets import TrainConfig
+from tnlm.training.config import TrainConfig
 
 
 def is_saved(config: TrainConfig, step: int) -> bool:
@@ -21,7 +21,7 @@ def saved_steps(config: TrainConfig) -> list[int]:
 def kept_steps(
     steps: Iterable[int], *, keep_last: int, keep_every: int | None = None, stable_end: int | None = None
 ) -> set[int]:
-    """Of the checkpoints at ``steps``, those that stay.
+    """The steps among ``steps`` whose checkpoints are kept.
 
     They are the newest ``keep_last``, the multiples of ``keep_every``, and the newest one up to ``stable_end``, the
     first update of the warm-down: a branch of a longer horizon starts there.

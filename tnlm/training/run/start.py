@@ -1,4 +1,4 @@
-"""What a run starts from: device, threads, folder, model, and the versions that it records."""
+"""Start of a run: device, threads, run folder, fresh model, and the versions that are recorded."""
 
 import contextlib
 import json
@@ -13,13 +13,13 @@ from torch import Tensor
 import tnlm
 from tnlm.checkpoints.resolve import is_run
 from tnlm.output.files import lock, write_atomically
-from tnlm.training.presets import OPERATIONAL, TrainConfig, load_config
+from tnlm.training.config import OPERATIONAL, TrainConfig, load_config
 from tnlm.training.run.distributed import World, on_main
 from tnlm.transformer import Transformer
 
 
 def choose_device(config: TrainConfig, world: World) -> torch.device:
-    """``config.device``, or this rank's GPU if there is one.
+    """The device of this rank: ``config.device``, or its GPU if there is one.
 
     Raises:
         ValueError: CUDA is asked for and absent, or there are more ranks than GPUs on this machine.
@@ -42,7 +42,7 @@ def choose_device(config: TrainConfig, world: World) -> torch.device:
 
 
 def cpu_threads(config: TrainConfig, world: World) -> int:
-    """``config.threads``; by default at most 4, and 1 for each of several ranks."""
+    """Number of CPU threads: ``config.threads``; by default at most 4, and 1 for each of several ranks."""
     if config.threads is not None:
         return config.threads
     return 1 if world.size > 1 else min(torch.get_num_threads(), 4)
@@ -50,7 +50,7 @@ def cpu_threads(config: TrainConfig, world: World) -> int:
 
 @contextlib.contextmanager
 def run_lock(config: TrainConfig, world: World) -> Iterator[None]:
-    """Rank 0 holds the lock file of the run folder, which is made; every rank raises if another process holds it.
+    """Make the run folder and hold its lock file on rank 0; every rank raises if another process holds it.
 
     Raises:
         ValueError: Another process trains in the folder; names process, host and start.
@@ -96,7 +96,7 @@ def wants_bfloat16(config: TrainConfig, device: torch.device) -> bool:
 
 
 def build_model(config: TrainConfig, *, mixed: bool, initial: Mapping[str, Tensor] | None = None) -> Transformer:
-    """The fresh model on CPU, the same for every world size and device.
+    """A model with seeded initial weights, on CPU; the same for every world size and device.
 
     ``replication`` keeps every parameter in float32 and computes in bf16 if ``mixed``. ``replication-exact`` then also
     holds the embedding and everything below two dimensions in bf16, as the public code does.
@@ -117,7 +117,7 @@ def build_model(config: TrainConfig, *, mixed: bool, initial: Mapping[str, Tenso
 
 
 def versions() -> dict[str, str | None]:
-    """Of tnlm (with the commit of its checkout), torch and python."""
+    """Versions of tnlm (with the commit of its checkout), torch and python."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=False)

@@ -1,9 +1,9 @@
-"""``--dry-run``: what a run will cost, from its configuration alone. Imports no torch."""
+"""Estimate of what a run will cost, from its configuration alone: ``--dry-run``. Imports no torch."""
 
 from typing import Any
 
+from tnlm.training.config import TrainConfig
 from tnlm.training.data.sources import count_tokens
-from tnlm.training.presets import TrainConfig
 from tnlm.training.run.metrics import PEAK_FLOPS, clock
 from tnlm.training.run.retention import kept_steps, saved_steps
 
@@ -12,8 +12,10 @@ MFU = 0.4
 CPU_FLOPS = 25e9
 """FLOP/s of one CPU thread that the estimates assume (nano on an AVX2 server: 23e9 to 30e9)."""
 GPU = "NVIDIA H100"
+CPU_PARAMS = 10_000_000
+"""Where precision and device are automatic, models up to this size are taken to train on a CPU, in float32."""
 METRICS_BYTES = 256
-"""Of a step in ``metrics.jsonl``, about; validations come on top."""
+"""Approximate size of a step in ``metrics.jsonl``; validations come on top."""
 
 
 def estimate(config: TrainConfig) -> dict[str, Any]:
@@ -28,8 +30,7 @@ def estimate(config: TrainConfig) -> dict[str, Any]:
     tokens = config.steps * config.tokens_per_step
     matrices = model.n_matmul_params - model.d_vocab * model.d_model
     state = 4 * (2 * model.n_params + matrices + 2 * (model.n_params - matrices))
-    half = config.precision != "float32" and config.preset not in ("nano", "nano-pure", "nano-attention-only", "tiny")
-    activations = config.micro_batch * config.seq * _activation_bytes(config, 2 if half else 4)
+    activations = config.micro_batch * config.seq * _activation_bytes(config, 2 if _is_half(config) else 4)
     seconds = {
         "cpu_thread": tokens * flops / CPU_FLOPS,
         **{f"{n}x{GPU.removeprefix('NVIDIA ')}": tokens * flops / (n * PEAK_FLOPS[GPU] * MFU) for n in (1, 8)},
@@ -69,8 +70,17 @@ def estimate(config: TrainConfig) -> dict[str, Any]:
     }
 
 
+def _is_half(config: TrainConfig) -> bool:
+    """Whether activations will be bf16; a guess where precision or device are automatic."""
+    if config.precision != "auto":
+        return config.precision == "bfloat16"
+    if config.device != "auto":
+        return not config.device.startswith("cpu")
+    return config.model.n_params > CPU_PARAMS
+
+
 def _training_tokens(config: TrainConfig) -> tuple[int | None, str | None]:
-    """How many there are, or why that is not known."""
+    """Number of training tokens, or the reason why it is not known."""
     try:
         return count_tokens(config), None
     except ValueError as error:
@@ -78,7 +88,7 @@ def _training_tokens(config: TrainConfig) -> tuple[int | None, str | None]:
 
 
 def to_text(config: TrainConfig, facts: dict[str, Any]) -> str:
-    """What :func:`estimate` found, for people."""
+    """The result of :func:`estimate` as lines of text."""
     model = config.model
     times = ", ".join(f"{clock(value)} on {name}" for name, value in facts["eta_seconds"].items())
     sizes = {name.removesuffix("_bytes"): _size(value) for name, value in facts.items() if name.endswith("_bytes")}
@@ -121,7 +131,7 @@ def _listed(steps: list[int]) -> str:
 
 
 def _activation_bytes(config: TrainConfig, size: int) -> int:
-    """Kept for backward, per token: norms, mixing and projections of each block; in half precision the logits too.
+    """Bytes kept for backward, per token: norms, mixing, projections of each block; in half precision the logits too.
 
     In float32 the closed gradients of ``tnlm.kernels`` keep less, and the loss keeps no logits.
     """
