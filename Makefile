@@ -11,14 +11,18 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8 --dist l
 help:
 	@echo "make demo       install, train two nano models on a CPU, compare, decompose one, write an HTML page (minutes)"
 	@echo "make test       install the test tools, run the whole suite (minutes)"
-	@echo "make test-hosts the numerically sensitive tests as other CPUs round (up to 25 minutes)"
-	@echo "make check      lint, format and types"
+	@echo "make test-hosts the numerically sensitive tests, rounded as other CPUs would (up to 25 minutes)"
+	@echo "make test-typed most tests once more, every annotated shape and type checked at run time"
+	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make check      lint, format, types and the forms of .github"
 	@echo "make notebooks  execute the notebooks on tiny models"
 	@echo "make docs       build site/ from the docstrings, docs/ and notebooks, offline"
+	@echo "make pages      make docs, then every page in a headless browser, light and dark"
 	@echo "make dist       build wheel and sdist, check them, try the wheel in a fresh environment"
 	@echo "make bench      the CPU benchmarks (tens of minutes)"
-	@echo "make check-all  everything: slow tests, typed run, every kernel target, planted faults, notebooks, docs"
-	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make compile-kernels  the Triton kernels ahead of time, without a GPU; KERNELS=--all for every target"
+	@echo "make check-all  check, test, test-typed, notebooks, pages, the slow tests, every kernel target"
+	@echo "make clean      remove the environment and what was built, trained and demonstrated (runs/, demo/)"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -382,9 +382,9 @@ def test_config_of_the_released_models_is_understood():
 
 
 def test_the_page_runs():
-    page = (Path(__file__).parents[2] / "docs" / "lens.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
     scope = {}
-    exec(page.split("```python\n")[2].split("```")[0], scope)
+    exec(page.split("```python\n")[1].split("```")[0], scope)
     assert scope["out"].shape == (1, 8)
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 if __name__ != "tnlm.interp":
     raise ImportError(
-        f"this package must be imported as tnlm.interp, not as {__name__!r}: the folder interp/ at the top of the "
-        "repository is a link for readers; write `from tnlm import interp`"
+        f"this package must be imported as tnlm.interp, not as {__name__!r}: interp/ at the top of the "
+        "repository is a symbolic link to tnlm/interp; write `from tnlm import interp`"
     )
 
 from tnlm._lazy import attach

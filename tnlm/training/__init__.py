@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 if __name__ != "tnlm.training":
     raise ImportError(
-        f"this package must be imported as tnlm.training, got {__name__!r}: the folder at the top level is a link "
-        "for the reader"
+        f"this package must be imported as tnlm.training, not as {__name__!r}: training/ at the top of "
+        "the repository is a symbolic link to tnlm/training; write `from tnlm import training`"
     )
 
 from tnlm._lazy import attach
