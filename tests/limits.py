@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,13 +56,13 @@ def assert_close(
     if isinstance(got, Tensor) and isinstance(want, Tensor):
         assert got.shape == want.shape, f"shapes {tuple(got.shape)} and {tuple(want.shape)}"
         assert got.dtype == want.dtype, f"{got.dtype} and {want.dtype}"
-    values = [torch.as_tensor(x).detach() for x in (got, want)]
+    values = [_tensor(x).detach() for x in (got, want)]
     if isinstance(want, Tensor) and not (want.is_floating_point() or want.is_complex()):
         assert torch.equal(got, want), f"{got} and {want}"  # whole numbers are not rounded
         return
     wide = torch.complex128 if any(x.is_complex() for x in values) else torch.float64
     if dtype is None:
-        dtype = next((x.dtype.to_real() for x in (got, want) if isinstance(x, Tensor)), torch.float64)
+        dtype = _arithmetic(got, want)
     if not values[0].numel():
         return
     a, b = (x.to("cpu", wide) for x in values)
@@ -77,7 +78,8 @@ def assert_at_most(
     value: Any, bound: Any, *, roundings: float = ROUNDINGS, scale: Any = None, dtype: torch.dtype | None = None
 ) -> None:
     """Assert ``value <= bound`` in every entry, with an allowance for the rounding of both sides."""
-    value, bound = (torch.as_tensor(x) for x in (value, bound))
+    dtype = _arithmetic(value, bound) if dtype is None else dtype
+    value, bound = _tensor(value), _tensor(bound)
     scale = bound.abs().max().item() if scale is None else scale
     over = torch.where(value <= bound, torch.zeros_like(value - bound), value - bound)
     assert_close(over, torch.zeros_like(over), roundings=roundings, scale=scale, dtype=dtype)
@@ -90,6 +92,16 @@ def assert_within(error: Any, bound: float, what: str = "error") -> None:
     """
     largest = torch.as_tensor(error, dtype=torch.float64).abs().nan_to_num(nan=torch.inf).max().item()
     _judge(largest / bound, f"{what} {largest:.3e} where at most {bound:.3e} is allowed")
+
+
+def _arithmetic(*values: Any) -> torch.dtype:
+    """Real dtype of the first tensor among ``values``; of numbers float64."""
+    return next((x.dtype.to_real() for x in values if isinstance(x, Tensor)), torch.float64)
+
+
+def _tensor(x: Any) -> Tensor:
+    """A number or array in its own precision, where ``torch.as_tensor`` makes Python's numbers float32."""
+    return x if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x))
 
 
 def _judge(ratio: float, found: str) -> None:

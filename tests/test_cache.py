@@ -141,7 +141,7 @@ def test_a_forward_that_fails_leaves_the_cache_as_it_was(kind, recurrent, place,
                 model(others[:, start:end], cache=cache)
             assert cache.length == start
             out.append(model(tokens[:, start:end], cache=cache))
-        torch.testing.assert_close(torch.cat(out, dim=1), model(tokens), rtol=1e-12, atol=1e-12)
+        assert_close(torch.cat(out, dim=1), model(tokens))
 
 
 @pytest.mark.parametrize("method", ["pre_softcap", "final_residual"])
@@ -152,7 +152,7 @@ def test_the_forwards_below_the_logits_keep_to_it_too(method):
         with intervene(model, {"ln_final.hook_scale": raising(KeyboardInterrupt())}), pytest.raises(KeyboardInterrupt):
             getattr(model, method)(tokens[:, :4], cache=cache)
         parts = [getattr(model, method)(piece, cache=cache) for piece in tokens.split([4, 5], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-12, atol=1e-12)
+    assert_close(torch.cat(parts, dim=1), expected)
 
 
 # Another model
@@ -187,7 +187,7 @@ def test_another_kind_of_model_is_refused(recurrent, config, made, got):
         with pytest.raises(ValueError, match=f"made for a model with .*{made}.*, got one with .*{got}"):
             wrong(tokens[:, 4:], cache=cache)
         rest = model(tokens[:, 4:], cache=cache)
-    torch.testing.assert_close(torch.cat([first, rest], dim=1), model(tokens), rtol=1e-12, atol=1e-12)
+    assert_close(torch.cat([first, rest], dim=1), model(tokens))
 
 
 @pytest.mark.user_error

@@ -22,7 +22,6 @@ from tnlm.mlp import MLP, BilinearMLP
 from tnlm.rotary import rotary_tables
 from tnlm.transformer import Transformer
 
-TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 POLYNOMIAL = ("bilinear", "squared")
 
 

@@ -42,6 +42,8 @@ OTHERS = [
     "trained_induction",
 ]
 POLYNOMIALS = [name for name in OTHERS if name not in (OTHERS[0], OTHERS[1], "toy_layout/transformer_1L_qk_norm")]
+NORMED = 256
+"""Roundings of two codes with 4 sums of 32 each: behind a norm, an error does not grow with the degree of a layer."""
 
 
 def recorded(name: str) -> Path:
@@ -50,6 +52,17 @@ def recorded(name: str) -> Path:
         if (root / name).is_dir():
             return root / name
     pytest.skip(f"no recording {name}: only some are kept in the repository")
+
+
+def degree_roundings(config: tnlm.ModelConfig, seq: int) -> int:
+    """Roundings on the longest path of two evaluations without norms: relative errors of factors add in a product."""
+    n = 0  # of the residual, at first an embedding
+    for _ in range(config.n_layer):
+        query = n + config.d_model + 3  # projected and rotated
+        scores = 2 * (2 * query + config.d_qk + 1)
+        z = scores + 1 + seq + n + config.d_model  # times the projected value, summed over keys
+        n = z + config.d_model + 2  # output map, scaled and added
+    return 2 * (n + config.d_model)
 
 
 def asked(name: str) -> str | None:
@@ -67,7 +80,7 @@ def test_released_layout_reproduces_the_training_code(name):
         block.hook_resid_post.register_forward_hook(lambda _, __, x, i=i: residuals.update({f"resid_post.{i}": x}))
     with torch.no_grad():
         logits = model(expected["tokens"][:, :-1])
-    assert_close(logits, expected["logits_fp32"], roundings=256)
+    assert_close(logits, expected["logits_fp32"], roundings=NORMED)
     loss = token_losses(logits, expected["tokens"][:, 1:]).double().mean()
     assert_close(loss.item(), expected["loss_fp32"].item(), roundings=16, dtype=torch.float32)
     assert len(residuals) == 3
@@ -105,7 +118,8 @@ def test_other_layouts_reproduce_their_code(name):
     model = tnlm.load(folder)
     with torch.no_grad():
         logits = model(expected["tokens"])
-    assert_close(logits, expected["logits_fp32"], roundings=256)
+    roundings = degree_roundings(model.config, logits.shape[1]) if name in POLYNOMIALS else NORMED
+    assert_close(logits, expected["logits_fp32"], roundings=roundings)
     assert model.config.polynomial == (name in POLYNOMIALS)
 
 
@@ -206,13 +220,13 @@ def test_any_order_residual_and_norm_folds_exactly(tmp_path, spec, changes, norm
     expected = public_forward(tmp_path, tokens, eps=1.1920929e-07)
     with torch.no_grad():
         found = model(tokens)
-    assert (found - expected).abs().max() < 1e-13 * expected.abs().max()
+    assert_close(found, expected)
     if norm:
         other = public_forward(tmp_path, tokens, eps=4 * 1.1920929e-07)
         assert (other - expected).abs().max() > 1e-3 * expected.abs().max()
     one_hot = F.one_hot(tokens, 11).double()
     network = model.network(7).contract({"tokens": one_hot, **model.norm_wires(tokens)})
-    assert (network - expected).abs().max() < 1e-12 * expected.abs().max()
+    assert_close(network, expected)
     tnlm.save(model, tmp_path / "ours")
     assert same_state(tnlm.load(tmp_path / "ours", dtype="checkpoint"), model)
 
@@ -294,6 +308,7 @@ def test_released_head_width_and_length(name, how):
     forward = torch.compile(model) if how == "compiled" else model
     with torch.no_grad():
         logits = forward(expected["tokens"][:, :-1])
+    # what the release asks for, a sixth of what the roundings of a sum of 256 allow: not a limit of tests/limits.py
     assert (logits[:, ::16] - expected["logits_fp32"]).abs().max() < 2e-5
     assert abs(token_losses(logits, expected["tokens"][:, 1:]).double().mean() - expected["loss_fp32"]) < 2e-6
     cos, sin = rotary_tables(1024, 128, dtype=torch.bfloat16)
@@ -366,7 +381,7 @@ def test_decomposition_layout_with_biases_or_one_encoder(tmp_path, gate, bilinea
             hidden = act[gate](hidden[..., :h]) * (hidden[..., h:] if bilinear else 1)
             x = x + F.linear(hidden, p, p_bias)
         expected = plain.unembed(plain.ln_final(x))
-        torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
+        assert_close(model(tokens), expected)
     assert model.config.mlp_hidden_bias == bias
     assert bool((model(tokens) - plain(tokens)).abs().max() > 0.1) == bool(bias or gate)
 

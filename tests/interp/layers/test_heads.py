@@ -163,16 +163,15 @@ def test_token_scores_are_the_pattern_and_bounded_under_qk_norm():
     found = head.token_scores(x, distance=2, top=3, tokens=ids)
     assert len(found) == len(ids) * 3
     for query, key, value in found.itertuples(index=False):
-        assert value == pytest.approx(float(full[query, key]))
+        assert_close(value, float(full[query, key]), scale=1)
         assert key in ids
     best = {q: max(ids, key=lambda k, q=q: abs(float(full[q, k]))) for q in ids}
     assert best == dict(found.groupby("query", sort=False)["key"].first())
     top = head.token_scores(x, distance=2, top=1, by="all", which="min")
-    assert top["value"][0] == pytest.approx(float(full.min()))
+    assert_close(top["value"][0], float(full.min()), scale=1)
     plain = make_head().token_scores(x, top=11)
-    assert plain["value"].abs().max() == pytest.approx(
-        max(abs(float(pattern(make_head(), a, b, 0, 0))) for a in x for b in x)
-    )
+    largest = max(abs(float(pattern(make_head(), a, b, 0, 0))) for a in x for b in x)
+    assert_close(plain["value"].abs().max(), largest)
 
 
 def test_softmax_kinds_expose_their_forms_and_refuse_the_pattern():

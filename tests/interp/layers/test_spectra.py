@@ -61,7 +61,7 @@ def test_order_and_the_bound_on_what_is_not_listed():
     for which, first, rest in [("abs", [-7.0, 3.0], 2.0), ("max", [3.0, 2.0], 7.0), ("min", [-7.0, -1.0], 3.0)]:
         pairs = eig(b, u, 2, which)
         assert_close(pairs.values, torch.tensor(first, dtype=torch.float64))
-        assert_close(pairs.unfound, torch.tensor(rest, dtype=torch.float64))
+        assert_close(pairs.unfound, torch.tensor(rest, dtype=torch.float64), scale=form_size(b, u[None])[0])
         at = [3.0, -7.0, 2.0, -1.0].index(first[0])
         assert_close((pairs.vectors[:, 0] @ v[:, at]).abs(), torch.tensor(1.0).double())
 
@@ -145,7 +145,8 @@ def test_the_bound_on_what_is_not_listed_is_that_of_kahan():
     gap = every.residuals.square().sum().sqrt()
     found = (every.values.abs() - gap).clamp_min(0).square().sum()
     assert float(gap) > 1e-3
-    assert_close(every.unfound[0], (b.norm() ** 2 - found).sqrt(), scale=float(b.norm() ** 2 / every.unfound[0]))
+    scale = form_size(b, u)[0].square() / every.unfound[0]
+    assert_close(every.unfound[0], (b.norm() ** 2 - found).sqrt(), scale=scale)
     assert_close(eig(b, u, 1, **few).unfound[0], every.values[0, 1:].abs().max() + gap)
     # nothing below what float32 can tell apart
     form, _ = planted([1.0, 1e-5], 31)

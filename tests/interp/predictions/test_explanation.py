@@ -35,11 +35,12 @@ def test_rows_sum_to_the_logit(mlp, attention, foil):
 def test_rows_of_a_model_without_final_norm_or_with_hidden_biases(changes):
     model, tokens = make(**changes), torch.randint(0, 11, (7,))
     e = explain(model, tokens, 3, components=2)
-    assert e.logit == pytest.approx(float(model.pre_softcap(tokens[None])[0, -1, 3].detach()), abs=1e-12)
-    assert abs(e.remainder) < 1e-12 * sum(abs(row.value) for row in e.rows)
+    size = sum(abs(row.value) for row in e.rows)
+    assert_close(e.logit, float(model.pre_softcap(tokens[None])[0, -1, 3].detach()), scale=size)
+    assert_close(e.remainder, 0.0, scale=size)
     for row in {row.kind: row for row in e.rows}.values():
         ablated = e.ablate(row)
-        assert ablated.held == pytest.approx(ablated.predicted, abs=1e-11 * max(1, abs(e.logit)))
+        assert_close(ablated.held, ablated.predicted, scale=size)
 
 
 def test_float32_sums_within_its_rounding():

@@ -142,7 +142,8 @@ def test_sigterm_leaves_a_complete_checkpoint_whoever_gets_it(mode, signals, tmp
 
 FAILING_RANK = """
 import os, sys
-from tnlm.training import cli, loop
+from tnlm.training import cli
+from tnlm.training.run import loop
 original = loop.Trainer.train_step
 def step(self):
     if self.step == 2 and os.environ["RANK"] == "1":
