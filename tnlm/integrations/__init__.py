@@ -1,1 +1,1 @@
-"""Bridges to other libraries, each imported by name: ``import tnlm.integrations.hf``."""
+"""These models in other libraries: ``import tnlm.integrations.hf`` for transformers and lm-eval."""

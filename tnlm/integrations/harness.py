@@ -1,4 +1,4 @@
-"""Benchmark tasks by lm-eval: its own by name, or a file of multiple-choice questions, offline."""
+"""Scores on lm-eval's benchmark tasks, and on multiple-choice questions from a file, which needs no network."""
 
 import json
 from collections.abc import Sequence
@@ -21,20 +21,21 @@ def evaluate_tasks(
     limit: int | None = None,
     batch_size: int = 4,
 ) -> dict[str, dict[str, float]]:
-    """Scores of lm-eval's tasks and their standard errors, ``{task: {metric: value}}``; files by their stem.
+    """Scores on lm-eval's tasks and their standard errors, ``{task: {metric: value}}``; a file is named by its stem.
 
-    Log-likelihoods are sums over the continuation's tokens, over all ``d_vocab`` columns, after the softcap. A text
-    without context is continued from the end-of-text id, or from a newline for tokenizers without one.
+    Log-likelihoods are sums over the continuation's tokens, over all ``d_vocab`` columns, after the softcap. If a
+    question has no context, the end-of-text id precedes its choices, or a newline for tokenizers without that id.
 
     Args:
         tasks: Names that lm-eval knows (their data comes from the Hub or its cache), or paths of ``.json`` or
-            ``.jsonl`` files with rows ``{"context": str, "choices": [str, ...], "answer": index}``. A choice is read
-            as it stands, right after the context.
-        limit: Only the first so many documents of each task.
+            ``.jsonl`` files with rows ``{"context": str, "choices": [str, ...], "answer": index}``. A choice
+            follows the context directly, without a space between.
+        limit: Number of documents of each task to use, from the first; ``None`` means all.
         batch_size: 1 for tasks that generate: their prompts differ in length, and padding on the left is refused.
 
     Raises:
-        ValueError: lm-eval is not installed, a task is unknown, or a file has a row of another form.
+        ValueError: lm-eval is not installed, a task is unknown, two files have the same stem, or a row has another
+            form.
     """
     try:
         from lm_eval import simple_evaluate
@@ -77,6 +78,7 @@ def evaluate_tasks(
 
 
 def _task(path: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """lm-eval's description of a multiple-choice task with these rows."""
     from datasets import Dataset
 
     return {
@@ -95,7 +97,7 @@ def _task(path: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _read_questions(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON list or of JSON lines, checked."""
+    """The checked rows of a JSON list or of JSON lines."""
     if not path.is_file():
         raise ValueError(f"no file of questions at {path}")
     text = path.read_text(encoding="utf-8")
@@ -119,7 +121,7 @@ def _is_question(row: Any) -> bool:
 
 
 def _numbers(scores: dict[str, Any]) -> dict[str, float]:
-    """``{"acc,none": 0.5, ...}`` without filter names, labels, and what was not measured."""
+    """The numbers in lm-eval's ``{"acc,none": 0.5, ...}``, without filter names, labels and missing values."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in scores.items()

@@ -1,7 +1,7 @@
-"""transformers and lm-eval: Auto classes for every configuration, tokenizers, benchmark tasks.
+"""These models in transformers and lm-eval: Auto classes, tokenizers, benchmark tasks.
 
-Importing this module registers ``model_type="tnlm"``: ``AutoModelForCausalLM.from_pretrained(folder)`` reads what
-:func:`tnlm.save` wrote, and its ``save_pretrained`` writes what :func:`tnlm.load` reads. No file carries code.
+Importing this module registers ``model_type="tnlm"``: ``AutoModelForCausalLM.from_pretrained(folder)`` reads a
+folder that :func:`tnlm.save` wrote, and :func:`tnlm.load` reads what ``save_pretrained`` writes. No file holds code.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM

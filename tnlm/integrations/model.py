@@ -1,4 +1,4 @@
-"""``tnlm.Transformer`` as a transformers model: loading, generation, caches and masks of that library."""
+"""A ``tnlm.Transformer`` as a transformers model, with that library's loading, generation, caches and masks."""
 
 import copy
 import dataclasses
@@ -16,8 +16,8 @@ from tnlm.checkpoints.checkpoint import check_weights
 from tnlm.config import METADATA_KEYS, ModelConfig
 from tnlm.transformer import Transformer, check_ids
 
-_OURS = tuple(field.name for field in dataclasses.fields(ModelConfig))
-_THEIRS = {
+_MODEL_FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
+_TRANSFORMERS_KEYS = {
     *(field.name for field in dataclasses.fields(PreTrainedConfig)),
     *GenerationConfig().to_dict(),
     *METADATA_KEYS,
@@ -26,10 +26,11 @@ _THEIRS = {
 
 
 class TnlmConfig(PreTrainedConfig):
-    """The fields of :class:`tnlm.ModelConfig`, under transformers's roof; on disk the same ``config.json``.
+    """A transformers configuration with the fields of :class:`tnlm.ModelConfig`; both write the same ``config.json``.
 
     Raises:
-        ValueError: A field is missing, refused, or known to neither library.
+        ValueError: A field is missing, has a value that :class:`tnlm.ModelConfig` refuses, or is known to neither
+            library.
     """
 
     model_type = "tnlm"
@@ -45,17 +46,18 @@ class TnlmConfig(PreTrainedConfig):
     }
 
     def __init__(self, **values: Any) -> None:
-        unknown = sorted(key for key in values if key not in _THEIRS and key not in _OURS and not key.startswith("_"))
+        known = {*_TRANSFORMERS_KEYS, *_MODEL_FIELDS}
+        unknown = sorted(key for key in values if key not in known and not key.startswith("_"))
         if unknown:
             raise ValueError(f"config has keys that neither tnlm nor transformers knows: {', '.join(unknown)}")
-        config = ModelConfig.from_dict({key: values.pop(key) for key in _OURS if key in values})
-        super().__init__(**{key: value for key, value in values.items() if key not in METADATA_KEYS})
-        for key, value in config.to_dict().items():
-            setattr(self, key, value)
+        config = ModelConfig.from_dict({key: values.pop(key) for key in _MODEL_FIELDS if key in values})
+        others = {key: value for key, value in values.items() if key not in METADATA_KEYS}
+        super().__init__(**others, **config.to_dict())  # which makes every field an attribute
 
     @property
     def model_config(self) -> ModelConfig:
-        return ModelConfig.from_dict({key: getattr(self, key) for key in _OURS})
+        """The same configuration as tnlm's own class."""
+        return ModelConfig.from_dict({key: getattr(self, key) for key in _MODEL_FIELDS})
 
     @property
     def d_head(self) -> int:
@@ -69,30 +71,35 @@ class TnlmConfig(PreTrainedConfig):
 
 
 class TnlmForCausalLM(PreTrainedModel, GenerationMixin):
-    """A :class:`tnlm.Transformer` with the methods of a transformers model; parameter names are its own.
+    """A :class:`tnlm.Transformer` with the methods of a transformers model and unchanged parameter names.
 
     Padding ids (``d_vocab_used`` and above) are refused as input and never generated.
     """
 
     config_class = TnlmConfig
     config: TnlmConfig
-    transformer: Transformer
     main_input_name = "input_ids"
     _no_split_modules = ["Block"]
 
     def __init__(self, config: TnlmConfig, transformer: Transformer | None = None) -> None:
         super().__init__(config)
         transformer = Transformer(config.model_config) if transformer is None else transformer
-        self.__dict__["transformer"] = transformer  # not a submodule: its children are ours, without a prefix
-        self.__dict__["_modules"] = transformer._modules
+        # In a list, which torch does not register as a submodule: that would put a prefix before parameter names.
+        self._held = [transformer]
+        self._modules = transformer._modules
         self.post_init()
+
+    @property
+    def transformer(self) -> Transformer:
+        """The wrapped model; its submodules are those of this one."""
+        return self._held[0]
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
-        """As in transformers, but strict: each weight is found once, or it is an error.
+        """The model of a folder or repository, as in transformers, but every weight must be found.
 
         Raises:
-            ValueError: Weights are missing, unexpected, of another shape, or not finite in the dtype asked for.
+            ValueError: Weights are missing, unexpected, of another shape, or not finite in the requested dtype.
         """
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **options)
         model, info = loaded
@@ -104,12 +111,12 @@ class TnlmForCausalLM(PreTrainedModel, GenerationMixin):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """As in transformers, but NaN and infinite weights are a ValueError before anything is written."""
+        """Write the model to a folder, as in transformers; a ValueError before writing if a weight is not finite."""
         check_weights(self)
         super().save_pretrained(*args, **options)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: :class:`tnlm.Transformer` initialises itself, and loading is strict."""
+        """Does nothing: :class:`tnlm.Transformer` initialises itself, and loading is strict."""
 
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.embed
@@ -128,17 +135,18 @@ class TnlmForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple:
-        """Logits after the softcap; with ``labels`` also the mean next-token cross-entropy, -100 left out.
+        """Logits after the softcap; with ``labels`` also the mean next-token cross-entropy in nats.
 
         Args:
             attention_mask: (batch, past + seq), 1 for tokens and 0 for padding on the right, which is exact: no token
-                sees a later one. What stands at masked positions does not matter.
-            cache: Keys and values of the positions before, of transformers's own growing kind.
-            logits_to_keep: Only the last so many positions, or those at these indices; 0 is all.
+                sees a later one. Ids at masked positions are ignored.
+            labels: Ids to predict, not shifted; those that are -100 are left out of the mean.
+            cache: Keys and values of the earlier positions, a ``DynamicCache`` of transformers.
+            logits_to_keep: Number of last positions to return logits for, or the indices of positions; 0 means all.
 
         Raises:
-            ValueError: Padding on the left or a hole in the mask, an id out of range, another cache, or an option that
-                would be ignored.
+            ValueError: Padding on the left or a hole in the mask, an id out of range, a cache of another class or
+                model, or an option that this model does not have.
         """
         ignored = sorted(name for name, value in others.items() if value is not None and value is not False)
         if ignored:
@@ -165,7 +173,7 @@ class TnlmForCausalLM(PreTrainedModel, GenerationMixin):
         return out.to_tuple() if return_dict is False else out
 
     def generate(self, *args: Any, **options: Any) -> Any:
-        """As in transformers; padding ids are suppressed."""
+        """Generated ids, as in transformers, except that padding ids are never generated."""
         padding = list(range(self.config.d_vocab_used, self.config.d_vocab))
         if padding:
             options["suppress_tokens"] = [*(options.get("suppress_tokens") or []), *padding]
@@ -173,14 +181,21 @@ class TnlmForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def wrap(model: Transformer) -> TnlmForCausalLM:
-    """A transformers model that runs ``model`` itself: same modules, same parameters."""
+    """A transformers model that runs ``model`` itself, with the same modules and parameters.
+
+    Raises:
+        ValueError: ``model`` is not a :class:`tnlm.Transformer`.
+    """
     if not isinstance(model, Transformer):
         raise ValueError(f"wrap(model) needs a tnlm.Transformer, got {type(model).__name__}")
     return TnlmForCausalLM(TnlmConfig(**model.config.to_dict()), model)
 
 
 class _PastLayer(LayerCache):
-    """One layer of a transformers cache: keys of all branches side by side, ``(batch, n_head, seq, n_qk * d_qk)``."""
+    """One layer of a transformers cache, with keys of all query-key pairs side by side.
+
+    Keys are ``(batch, n_head, seq, n_qk * d_qk)`` there.
+    """
 
     def __init__(self, cache: DynamicCache, layer: int) -> None:
         self.cache, self.layer = cache, layer
@@ -196,7 +211,7 @@ class _PastLayer(LayerCache):
 class _Past(Cache):
     """A transformers cache as a :class:`tnlm.cache.Cache`.
 
-    Its layers replace their tensors and never write into them, so copies of the layers are a fork.
+    transformers's layers replace their tensors and never write into them, so shallow copies of the layers make a fork.
     """
 
     def __init__(self, cache: DynamicCache, config: ModelConfig) -> None:
@@ -227,21 +242,21 @@ class _Past(Cache):
         self.cache.layers = trial.cache.layers  # type: ignore[attr-defined]
 
     def advance(self, new: int) -> None:
-        """Nothing: every layer has grown in :meth:`_PastLayer.extend`."""
+        """Does nothing: every layer has grown in :meth:`_PastLayer.extend`."""
 
 
 def _stateless(config: TnlmConfig) -> bool:
-    """Whether no position sees another, so that there is nothing to keep."""
+    """Whether no position sees another, so that a cache has nothing to keep."""
     return config.attention == "none" or config.n_layer == 0
 
 
 def _apply_mask(
     mask: Tensor, tokens: Int[Tensor, "batch seq"], start: int, *, stateless: bool
 ) -> Int[Tensor, "batch seq"]:
-    """The tokens with 0 at masked positions, which nothing reads.
+    """The tokens with id 0 at masked positions, which no unmasked position sees.
 
     Raises:
-        ValueError: Another shape, or a token after a masked position.
+        ValueError: The mask has another shape, or a token follows a masked position.
     """
     batch, seq = tokens.shape
     if mask.ndim != 2 or mask.shape[0] != batch or (mask.shape[1] != start + seq and not stateless):

@@ -1,4 +1,4 @@
-"""The tokenizers of :mod:`tnlm.text.tokenizer` as transformers tokenizers, id for id."""
+"""The tokenizers of :mod:`tnlm.text.tokenizer` as transformers tokenizers with the same ids."""
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -8,20 +8,21 @@ from tnlm.text.tokenizer import EOT_TEXT, Tokenizer, _printable_bytes
 
 
 def hf_tokenizer(tokenizer: Tokenizer, *, n_ctx: int | None = None) -> PreTrainedTokenizerFast:
-    """The same ids for the same text, with the rules of :mod:`tnlm.text.tokenizer`: no BOS, special text is plain text.
+    """A transformers tokenizer that gives the same ids for the same text.
 
-    The end-of-text id, where there is one, serves as BOS (never added), EOS and padding, on the right.
+    As in :mod:`tnlm.text.tokenizer`, no BOS is added and the text of a special token is read as plain text. The
+    end-of-text id, if there is one, is used as BOS (never added), EOS and padding, on the right.
 
     Args:
         n_ctx: Longest sequence of the model, recorded as ``model_max_length``.
 
-    Text must be Unicode without lone surrogates, which the library refuses. Costs about a second for GPT-2.
+    Text must be Unicode without lone surrogates, which transformers refuses. Takes about a second for GPT-2.
     """
     to_char = {byte: char for char, byte in _printable_bytes().items()}
     size = tokenizer.d_vocab - (tokenizer.eot is not None)
     tokens = ["".join(to_char[byte] for byte in tokenizer.token_bytes(i)) for i in range(size)]
     ids = {token: i for i, token in enumerate(tokens)}
-    # Any two neighbours that join into a token may merge, lowest id first: that is how ranks are used.
+    # Ranks allow any two neighbours to merge whose bytes together are a token, the lowest id first.
     merges = [
         (token[:cut], token[cut:])
         for token in tokens

@@ -1,6 +1,6 @@
-"""The transformer-lens interface: hooks, caches and patching tools on the same forward and the same parameters.
+"""Hooks, caches and patching tools of transformer-lens for these models, on the same forward and parameters.
 
-``lens.hook(model)`` is the entry point. Names are imported on first use; this room alone imports transformer_lens.
+``lens.hook(model)`` is the entry point. Names are imported on first use. No other package imports transformer_lens.
 """
 
 from typing import TYPE_CHECKING
@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from tnlm._lazy import attach
 
 if TYPE_CHECKING:
-    from tnlm.lens.hooked import HookedModel, ResidualCache, hook
+    from tnlm.lens.activations import ResidualCache
+    from tnlm.lens.hooked import HookedModel, hook
     from tnlm.lens.residual import ResidualParts
 
 _HOMES = {
-    "tnlm.lens.hooked": ("HookedModel", "ResidualCache", "hook"),
+    "tnlm.lens.activations": ("ResidualCache",),
+    "tnlm.lens.hooked": ("HookedModel", "hook"),
     "tnlm.lens.residual": ("ResidualParts",),
 }
 

@@ -1,11 +1,10 @@
-"""The transformer-lens interface: the same forward and the same parameters, with a hook at every named point.
+"""The hooked model: a transformer-lens ``HookedRootModule`` over the forward and the parameters of a ``Transformer``.
 
-``hook(model)`` gives a transformer-lens ``HookedRootModule``. Names, shapes and tools are transformer-lens's; what its
-analyses assume and these models do otherwise (x0 mixing, value residual, softcap) is handled: see
-:class:`tnlm.lens.residual.ResidualParts`. The only module that imports transformer_lens.
+``hook(model)`` makes it. Names, shapes and tools are those of transformer-lens. Where its analyses assume something
+that is not true of these models (x0 mixing, value residual, softcap), :class:`tnlm.lens.residual.ResidualParts`
+replaces them.
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,42 +13,40 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 from torch import Tensor, nn
-from transformer_lens import ActivationCache, FactoredMatrix, HookedRootModule
+from transformer_lens import HookedRootModule
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import Slice
 from transformer_lens.utilities.activation_functions import SOFTCAP_DISABLED
 
-from tnlm.config import ModelConfig
-from tnlm.lens.residual import ResidualParts
-from tnlm.lens.weights import ModelWeights, view
+from tnlm.lens.activations import Positions, ResidualCache, close_matches
+from tnlm.lens.text import TextMethods
+from tnlm.lens.weights import ModelWeights, shared_view
 from tnlm.points import Point, refuse_compiled
-from tnlm.text import tokenizer as tokenizers
 from tnlm.text.sampling import generate
 from tnlm.text.tokenizer import Tokenizer
-from tnlm.transformer import Transformer, check_ids
+from tnlm.transformer import Transformer
 
 MAX_CACHE_BYTES = 2**34
+"""Largest cache that :meth:`HookedModel.run_with_cache` makes by default: 16 GiB."""
 Names = str | Sequence[str] | Callable[[str], bool] | None
 """One name of a point, several, or a predicate on names; None is all of them."""
-Positions = int | tuple | list | Tensor | Slice | None
-"""transformer-lens's slices: an index, the arguments of ``slice``, several indices; None is everything."""
 
 
 def hook(model: "Transformer | HookedModel", *, tokenizer: Tokenizer | None = None) -> "HookedModel":
-    """A hooked view of ``model``: every named point takes hooks, every parameter is the model's own.
+    """A model for transformer-lens's tools that shares every parameter with ``model`` and takes hooks at every point.
 
-    The structure is copied, parameters and plain torch hooks are shared: training one trains both, and hooks that you
-    registered on ``model`` act here too. The view always computes attention by its definition
-    (``implementation="eager"``), so that each point exists and the arithmetic does not depend on who listens.
+    The module structure is copied; parameters and plain torch hooks are shared. Training one trains both, and hooks
+    registered on ``model`` act in the returned model too. It always computes attention by its definition
+    (``implementation="eager"``), so every point exists and the logits do not depend on which points have hooks.
 
     Args:
-        tokenizer: Reads text; ``None`` is GPT-2's for models with its 50257 ids, looked for when text first comes.
+        tokenizer: Used for text; ``None`` means GPT-2's for models with its 50257 ids, loaded at the first text.
 
     Raises:
-        ValueError: Not a :class:`tnlm.Transformer`, or compiled as a whole or in part.
+        ValueError: ``model`` is not a :class:`tnlm.Transformer`, or it or a part of it is compiled.
     """
     refuse_compiled(model)
     if isinstance(model, HookedModel):
@@ -57,28 +54,36 @@ def hook(model: "Transformer | HookedModel", *, tokenizer: Tokenizer | None = No
     if not isinstance(model, Transformer):
         inner = "; pass its .module" if hasattr(model, "module") else ""
         raise ValueError(f"hook(model) needs a tnlm.Transformer, got {type(model).__name__}{inner}")
-    return HookedModel(view(model, _Point), tokenizer)
+    return HookedModel(shared_view(model, _Point), tokenizer)
 
 
-class HookedModel(ModelWeights, HookedRootModule):
-    """What :func:`hook` returns: a :class:`tnlm.Transformer` with transformer-lens's methods and weight names.
+class HookedModel(ModelWeights, TextMethods, HookedRootModule):
+    """A :class:`tnlm.Transformer` with transformer-lens's methods and weight names, made by :func:`hook`.
 
-    Logits are those after the softcap, except where a method says otherwise. Weights come in transformer-lens's
-    layout, (in, out) per head: those of the whole model (``W_E``, ``W_Q``) as copies, those of a part
-    (``blocks[0].attn.W_Q``) as views of its parameters.
+    Logits are those after the softcap, except where a method says otherwise. Weights are in transformer-lens's layout,
+    (in, out) per head: those of the whole model (``W_E``, ``W_Q``) are copies, those of a part
+    (``blocks[0].attn.W_Q``) are views of its parameters.
 
-    A hook gets a tensor of its own: what it edits in place or returns goes on from its point, and changes neither other
-    parts of the model nor anything that was cached. A value of another shape, dtype or device is a ValueError.
+    A hook gets a copy of the value at its point. What it edits in place, or returns, is passed on from that point, and
+    changes neither other parts of the model nor anything that was cached. A value of another shape, dtype or device is
+    a ValueError, except that a real value may become complex of the same precision.
     """
 
     def __init__(self, view: Transformer, tokenizer: Tokenizer | None) -> None:
         super().__init__()
-        self.__dict__["_view"] = view  # not a submodule: its children are ours, without a prefix
-        self.__dict__["_modules"] = view._modules
+        # In a list, which torch does not register as a submodule: that would put a prefix before every point's name.
+        self._held = [view]
+        self._modules = view._modules
+        self.config = view.config
         self._tokenizer = tokenizer
         view.set_implementation("eager")
         self.eval()
         self.setup()
+
+    @property
+    def _view(self) -> Transformer:
+        """The transformer that computes; its submodules are those of this model."""
+        return self._held[0]
 
     # Running
 
@@ -90,10 +95,14 @@ class HookedModel(ModelWeights, HookedRootModule):
         *,
         loss_per_token: bool = False,
     ) -> Any:
-        """Logits ``(batch, seq, d_vocab)``, the mean next-token cross-entropy in nats, both, or None.
+        """Logits ``(batch, seq, d_vocab)``, the mean next-token cross-entropy in nats, both as a pair, or None.
+
+        Args:
+            input: Token ids, one text, or several texts with equally many tokens.
+            loss_per_token: Return the cross-entropy at each position, ``(batch, seq - 1)``, instead of the mean.
 
         Raises:
-            ValueError: An id is not below ``d_vocab_used``, or the input is refused by :class:`tnlm.Transformer`.
+            ValueError: An id is not below ``d_vocab_used``, or :class:`tnlm.Transformer` refuses the input.
         """
         if return_type not in ("logits", "loss", "both", None):
             raise ValueError(f'return_type must be "logits", "loss", "both" or None, got {return_type!r}')
@@ -108,6 +117,7 @@ class HookedModel(ModelWeights, HookedRootModule):
         return loss if return_type == "loss" else (logits, loss)
 
     def compile(self, *args: Any, **options: Any) -> None:
+        """Always a ValueError: compiled code ignores hooks."""
         raise ValueError("hooks do not fire inside a compiled graph; compile the plain model, hook the eager one")
 
     @contextmanager
@@ -118,10 +128,13 @@ class HookedModel(ModelWeights, HookedRootModule):
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Iterator["HookedModel"]:
-        """Hooks that are removed when the context ends, whatever happened inside; nobody else's are touched.
+        """A context in which the given hooks are installed; they are removed at its end, also after an error.
+
+        Hooks that were there before stay.
 
         Raises:
-            ValueError: Not pairs, a name is no point (close matches are named), or a part was compiled meanwhile.
+            ValueError: An entry is not a pair ``(name, function)``, a name is not a point (the message lists close
+                matches), or a part of the model is compiled.
         """
         refuse_compiled(self)
         for pair in (*fwd_hooks, *bwd_hooks):
@@ -132,7 +145,11 @@ class HookedModel(ModelWeights, HookedRootModule):
             yield self
 
     def add_hook(self, name: str | Callable[[str], bool], hook: Callable, *args: Any, **options: Any) -> None:
-        """A hook that stays until ``reset_hooks()``; see transformer-lens. Unknown names are refused."""
+        """Install a hook that stays until ``reset_hooks()``; arguments are those of transformer-lens.
+
+        Raises:
+            ValueError: The name is not a point, or a part of the model is compiled.
+        """
         refuse_compiled(self)
         self.names(name)
         super().add_hook(name, hook, *args, **options)
@@ -146,10 +163,13 @@ class HookedModel(ModelWeights, HookedRootModule):
         clear_contexts: bool = False,
         **model_kwargs: Any,
     ) -> Any:
-        """One forward with temporary hooks, called as ``f(value, hook=point)``; what they return replaces the value.
+        """Result of one forward with temporary hooks.
+
+        A hook is called as ``f(value, hook=point)``. What it returns replaces the value; after ``None`` the value that
+        it was given is used, with its edits in place.
 
         Raises:
-            ValueError: See :meth:`hooks`; or backward hooks that would be gone before any backward pass.
+            ValueError: See :meth:`hooks`; or backward hooks are given that would be removed before any backward pass.
         """
         if bwd_hooks and reset_hooks_end:
             raise ValueError(
@@ -173,17 +193,18 @@ class HookedModel(ModelWeights, HookedRootModule):
         max_bytes: int = MAX_CACHE_BYTES,
         **model_kwargs: Any,
     ) -> tuple[Any, "ResidualCache"]:
-        """One forward and every activation it passed, detached.
+        """Result of one forward, and a cache with a detached copy of every activation.
 
         Args:
-            names_filter: Names of points, one or several, or a predicate on names; ``None`` is all of them.
+            names_filter: Names of points, one or several, or a predicate on names; ``None`` means all points.
             incl_bwd: Also run backward from the loss (``return_type="loss"``) and keep each gradient as ``NAME_grad``;
-                it adds to the parameters' ``grad``.
-            pos_slice: Positions to keep: queries in scores and patterns.
-            max_bytes: Refuse to hold more; two arrays per layer grow with ``n_head * seq**2``.
+                gradients are added to the ``grad`` of the parameters.
+            pos_slice: Positions to keep; for scores and patterns these are positions of queries.
+            max_bytes: Largest size of the cache; two or three arrays per layer grow with ``n_head * seq**2``.
 
         Raises:
-            ValueError: The filter names or matches no point, or the cache would exceed ``max_bytes``.
+            ValueError: The filter selects no point or names an unknown one, the cache would exceed ``max_bytes``,
+                ``remove_batch_dim`` with more than one row, or ``incl_bwd`` without gradients or without a loss.
         """
         tokens = self._tokens(input)
         if remove_batch_dim and tokens.shape[0] != 1:
@@ -212,7 +233,7 @@ class HookedModel(ModelWeights, HookedRootModule):
         cache: dict[str, Tensor] | None = None,
         pos_slice: Positions = None,
     ) -> tuple[dict[str, Tensor], list, list]:
-        """``(cache, fwd_hooks, bwd_hooks)``: hooks that fill ``cache`` with copies, not yet installed."""
+        """``(cache, fwd_hooks, bwd_hooks)``: hooks that fill ``cache`` with detached copies; they are not installed."""
         values: dict[str, Tensor] = {} if cache is None else cache
         positions = Slice.unwrap(pos_slice)
 
@@ -228,15 +249,15 @@ class HookedModel(ModelWeights, HookedRootModule):
         return values, fwd, [(name, partial(keep, suffix="_grad")) for name in names] if incl_bwd else []
 
     def add_caching_hooks(self, names_filter: Names = None, *args: Any, **options: Any) -> dict[str, Tensor]:
-        """Hooks that fill the returned dict on every forward until ``reset_hooks()``; see transformer-lens."""
+        """A dict that every forward fills until ``reset_hooks()``; arguments are those of transformer-lens."""
         refuse_compiled(self)
         return super().add_caching_hooks(self.names(names_filter), *args, **options)
 
     def names(self, names_filter: Names = None) -> list[str]:
-        """The points that a filter selects, in the order of the forward's modules.
+        """Names of the points that a filter selects; a predicate and ``None`` give them in the order of the modules.
 
         Raises:
-            ValueError: A name is unknown (close matches are named), or nothing is selected.
+            ValueError: A name is unknown (the message lists close matches), or nothing is selected.
         """
         if names_filter is None:
             return list(self.hook_dict)
@@ -250,7 +271,7 @@ class HookedModel(ModelWeights, HookedRootModule):
         wanted = [names_filter] if isinstance(names_filter, str) else list(names_filter)
         for name in wanted:
             if name not in self.hook_dict:
-                raise ValueError(f"the model has no point {name!r}; close: {_close(name, self.hook_dict)}")
+                raise ValueError(f"the model has no point {name!r}; close: {close_matches(name, self.hook_dict)}")
         if not wanted:
             raise ValueError("the filter must select a point, got an empty list; None selects all")
         return wanted
@@ -258,90 +279,18 @@ class HookedModel(ModelWeights, HookedRootModule):
     def generate(
         self, input: Int[Tensor, "batch seq"] | str, max_new_tokens: int = 10, **options: Any
     ) -> Int[Tensor, "batch longer"] | str:
-        """:func:`tnlm.generate` through the hooks; text in, text out.
+        """The sequence continued by :func:`tnlm.generate`, with the hooks active: ids for ids, text for text.
 
-        Hooks see only the new positions; ``cache="none"`` shows them the whole sequence at every step.
+        Hooks see only the new positions of each step; with ``cache="none"`` they see the whole sequence.
         """
         out = generate(self._view, self._tokens(input), max_new_tokens, **options)
         return self.tokenizer.decode(out[0].tolist()) if isinstance(input, str) else out
 
-    # Text
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer given to :func:`hook`, or GPT-2's.
-
-        Raises:
-            ValueError: None was given and the vocabulary is not GPT-2's.
-        """
-        if self._tokenizer is None:
-            if self.config.d_vocab_used != 50257:
-                raise ValueError(
-                    f"no tokenizer is known for {self.config.d_vocab_used} ids; pass token ids, or hook(model, "
-                    "tokenizer=tnlm.text.tokenizer.get(...))"
-                )
-            self._tokenizer = tokenizers.get("gpt2")
-        return self._tokenizer
-
-    def to_tokens(self, input: str | list[str], prepend_bos: bool | None = False) -> Int[Tensor, "batch seq"]:
-        """Ids of one text or of several that have equally many tokens, ``(batch, seq)``.
-
-        ``prepend_bos`` is off, unlike in transformer-lens: these models were trained without a first token of their
-        own. ``True`` puts the end-of-text id first, which in training precedes each document.
-
-        Raises:
-            ValueError: The texts differ in length: padding is not neutral for attention without softmax.
-        """
-        rows = [self.tokenizer.encode(text) for text in ([input] if isinstance(input, str) else input)]
-        if prepend_bos:
-            if self.tokenizer.eot is None:
-                raise ValueError(f"tokenizer {self.tokenizer.name!r} has no end-of-text id to prepend")
-            rows = [[self.tokenizer.eot, *row] for row in rows]
-        lengths = sorted({len(row) for row in rows})
-        if len(lengths) != 1:
-            raise ValueError(f"texts of one batch must have equally many tokens, got {lengths}; run them one by one")
-        return torch.tensor(rows, dtype=torch.int64, device=self.embed.w_e.device)
-
-    def to_string(self, tokens: Int[Tensor, "*batch seq"] | Sequence[int] | int) -> str | list[str]:
-        """Text of one id or one sequence; a list of texts for a batch."""
-        tokens = torch.as_tensor(tokens)
-        if tokens.ndim > 1:
-            return [self.tokenizer.decode(row) for row in tokens.tolist()]
-        return self.tokenizer.decode(tokens.reshape(-1).tolist())
-
-    def to_str_tokens(self, input: str | Int[Tensor, " seq"], prepend_bos: bool | None = False) -> list[str]:
-        """The text of each token."""
-        tokens = self.to_tokens(input, prepend_bos) if isinstance(input, str) else torch.as_tensor(input)
-        return [self.tokenizer.decode([token]) for token in tokens.reshape(-1).tolist()]
-
-    def to_single_token(self, text: str) -> int:
-        """The id of a text that is exactly one token.
-
-        Raises:
-            ValueError: It is several, or none.
-        """
-        ids = self.tokenizer.encode(text)
-        if len(ids) != 1:
-            raise ValueError(f"{text!r} must be one token, got {len(ids)}: {self.to_str_tokens(text)}")
-        return ids[0]
-
-    def tokens_to_residual_directions(self, tokens: str | int | Int[Tensor, "*any"]) -> Shaped[Tensor, "*any d_model"]:
-        """Unembedding rows of some tokens, as copies: what the final residual is compared with, before the softcap."""
-        if isinstance(tokens, str):
-            tokens = self.to_single_token(tokens)
-        ids = torch.as_tensor(tokens, device=self.embed.w_e.device)
-        self._check_ids(ids.reshape(1, -1))
-        return F.embedding(ids, self.unembed.w_u)
-
-    # Weights, as transformer-lens names and lays them out
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._view.config
+    # Configuration
 
     @property
     def cfg(self) -> TransformerBridgeConfig:
-        """The configuration in transformer-lens's words, made anew at each access: read it, do not write to it."""
+        """The configuration under transformer-lens's names, read only: each access makes a new one."""
         c, cap = self.config, self.config.logit_softcap
         return TransformerBridgeConfig(
             d_model=c.d_model,
@@ -372,40 +321,13 @@ class HookedModel(ModelWeights, HookedRootModule):
 
     @property
     def adapter(self) -> SimpleNamespace:
-        """Where transformer-lens's readouts look for what follows the unembedding: the softcap."""
+        """The softcap, as an attribute under which transformer-lens's readouts look for it."""
         return SimpleNamespace(apply_output_logits_transform=self._view.softcap)
-
-    @property
-    def QK(self) -> FactoredMatrix:
-        """``W_Q W_K^T`` of branch 1, ``(n_layer, n_head, d_model, d_model)``, without the factor ``1 / d_qk``.
-
-        QK-norm and rotation lie between the two factors in the forward and are not part of it.
-        """
-        return FactoredMatrix(self.W_Q, self.W_K.mT)
-
-    @property
-    def QK2(self) -> FactoredMatrix:
-        """The same of branch 2: bilinear and differential attention."""
-        return FactoredMatrix(self.W_Q2, self.W_K2.mT)
-
-    @property
-    def OV(self) -> FactoredMatrix:
-        """What a head writes per unit of pattern from its own layer's normed input, ``(1 - lamb) W_V W_O``.
-
-        The value residual adds :attr:`OV_first` times block 0's normed input; the two sum to ``attn_out``. In block 0
-        both inputs are one, and its ``OV`` is all of it.
-        """
-        return FactoredMatrix(self.own_share()[:, None, None, None] * self.W_V, self.W_O)
-
-    @property
-    def OV_first(self) -> FactoredMatrix:
-        """What a head writes from block 0's normed input, ``lamb W_V[0] W_O``; zero without value residual."""
-        w_v = self.W_V
-        return FactoredMatrix((1 - self.own_share())[:, None, None, None] * w_v[:1], self.W_O)
 
     # Checks
 
     def _tokens(self, input: Tensor | str | list[str]) -> Int[Tensor, "batch seq"]:
+        """Checked token ids of an input, ``(batch, seq)``, on the model's device."""
         texts = [input] if isinstance(input, str) else input
         if not isinstance(input, Tensor) and not (isinstance(texts, list) and all(isinstance(t, str) for t in texts)):
             raise ValueError(f"input must be ids in a tensor, a text or a list of texts, got {type(input).__name__}")
@@ -415,12 +337,8 @@ class HookedModel(ModelWeights, HookedRootModule):
         self._check_ids(tokens)
         return tokens.to(self.embed.w_e.device)
 
-    def _check_ids(self, tokens: Int[Tensor, "batch seq"]) -> None:
-        assert self.config.d_vocab_used is not None
-        if tokens.device.type != "meta":
-            check_ids(tokens, self.config.d_vocab_used)
-
     def _check_bytes(self, names: list[str], tokens: Tensor, max_bytes: int, copies: int) -> None:
+        """Raise a ValueError if a cache of the named points would hold more than ``max_bytes``."""
         c, (batch, seq) = self.config, tokens.shape
         square = dict.fromkeys(("hook_attn_scores", "hook_attn_scores2", "hook_pattern"), c.n_head * seq)
         wide = dict.fromkeys(("hook_pre", "hook_pre_linear", "hook_post"), c.d_hidden)
@@ -434,64 +352,12 @@ class HookedModel(ModelWeights, HookedRootModule):
             )
 
 
-class ResidualCache(ResidualParts, ActivationCache):
-    """Activations of one run, with transformer-lens's analyses; decompositions are those of :class:`ResidualParts`.
-
-    No two entries share memory with each other or with the model: an entry may be edited in place.
-    """
-
-    def __getitem__(self, key: str | tuple) -> Tensor:
-        """By full name, or transformer-lens's shorthand: ``cache["pattern", 0]``, ``cache["scale", 1, "ln2"]``."""
-        if key in self.cache_dict:
-            return self.cache_dict[key]
-        if isinstance(key, tuple) and len(key) > 1 and key[1] is not None:
-            name, layer, *kind = key
-            layer = layer + self.model.config.n_layer if layer < 0 else layer
-            # transformer-lens would read "k2" as the keys of layer 2.
-            kinds = [f"{kind[0]}."] if kind and kind[0] else ["", "attn.", "mlp."]
-            for full in (f"blocks.{layer}.{k}hook_{name}" for k in kinds):
-                if full in self.cache_dict:
-                    return self.cache_dict[full]
-            key = (name, layer, *kind)
-        try:
-            return super().__getitem__(key)
-        except KeyError as error:
-            name = error.args[0]
-            close = _close(name, self.cache_dict)
-            raise KeyError(f"{name!r} was not cached; close: {close}. run_with_cache must cache it") from None
-
-    def apply_slice_to_batch_dim(self, batch_slice: Positions) -> "ResidualCache":  # type: ignore[override]
-        """The activations of some rows; an index or a range gives views of this cache's, as slicing does in torch."""
-        sliced = super().apply_slice_to_batch_dim(batch_slice)
-        return type(self)(sliced.cache_dict, self.model, has_batch_dim=sliced.has_batch_dim)
-
-    def _get_cached_ln_scale(self, layer: Any, *args: Any, **options: Any) -> Tensor:
-        if layer == self.model.config.n_layer and not self.model.config.final_norm:
-            return self["hook_embed"].new_ones(())
-        return super()._get_cached_ln_scale(layer, *args, **options)
-
-    def _ensure_head_results(self) -> bool:
-        name = "blocks.{}.attn.hook_result"
-        layers = [i for i, block in enumerate(self.model.blocks) if block.attn is not None]
-        missing = [i for i in layers if name.format(i) not in self.cache_dict]
-        self.cache_dict |= {name.format(i): self._result(i) for i in missing}
-        return not missing
-
-    def _slice(self, positions: Positions) -> Slice:
-        return positions if isinstance(positions, Slice) else Slice(positions)
-
-
 class _Point(Point, HookPoint):
-    """transformer-lens's point, which also passes through the plain model's, where users may have hooks too."""
+    """A transformer-lens hook point in place of a plain model's point, whose torch hooks it runs too."""
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__()
-        self._plain = [plain]  # in a list: not a submodule
+        self._plain = [plain]  # in a list, which torch does not register as a submodule
 
     def forward(self, x: Tensor) -> Tensor:
         return self._plain[0](x)
-
-
-def _close(name: Any, known: Any) -> str:
-    found = difflib.get_close_matches(str(name), known, n=3) or [full for full in known if str(name) in full]
-    return ", ".join((found or list(known))[:3])

@@ -1,4 +1,4 @@
-"""What was written into the residual stream, as a later block sees it under x0 mixing."""
+"""Decompositions of the residual stream that are exact under x0 mixing, and the factors of its parts."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,14 +11,14 @@ from tnlm.transformer import Block
 
 
 def factors(blocks: Iterable[Block]) -> tuple[float, list[float]]:
-    """Factors that the embedding and each block's outputs carry once all of ``blocks`` have mixed.
+    """Factors of the embedding and of each block's outputs in the residual stream, after all ``blocks`` have mixed.
 
-    A block replaces ``x`` by ``a x + b x0``, ``(a, b) = lambdas``, before it writes. What block ``l`` wrote is
-    therefore multiplied by every later ``a``; the embedding's factor starts at 1 and follows ``c <- a c + b``.
+    A block replaces ``x`` by ``a x + b x0``, ``(a, b) = lambdas``, before it adds its outputs. The outputs of a block
+    are therefore multiplied by every later ``a``; the embedding's factor starts at 1 and follows ``c <- a c + b``.
 
     Returns:
-        ``(embed, writes)``, one entry of ``writes`` per block, the last being 1: for ``blocks[:L]`` those of
-        ``resid_pre`` of block L, for ``blocks[:L + 1]`` those of its ``resid_mixed`` and ``resid_mid``.
+        ``(embed, writes)``, with one entry of ``writes`` per block; the last is 1. ``blocks[:L]`` gives the factors in
+        ``resid_pre`` of block L, ``blocks[:L + 1]`` those in its ``resid_mixed`` and ``resid_mid``.
     """
     embed = 1.0
     writes: list[float] = []
@@ -30,12 +30,12 @@ def factors(blocks: Iterable[Block]) -> tuple[float, list[float]]:
 
 
 def target(layer: int | None, n_layer: int, *, mlp_input: bool, mixed: bool) -> tuple[int, int]:
-    """``(layer, end)``: the layer asked for, and how many blocks have mixed what it reads.
+    """``(layer, end)``: the index of a layer, and the number of blocks that have mixed the stream it reads.
 
     ``None``, -1 and ``n_layer`` all mean the stream after the last block.
 
     Raises:
-        ValueError: ``layer`` is out of range, or the last stream is asked for its MLP input.
+        ValueError: ``layer`` is out of range, or ``mlp_input`` is asked for after the last block.
     """
     layer = n_layer if layer is None or layer == -1 else layer
     if not 0 <= layer <= n_layer or (mlp_input and layer == n_layer):
@@ -47,7 +47,7 @@ def target(layer: int | None, n_layer: int, *, mlp_input: bool, mixed: bool) -> 
 
 
 def bias_sum(blocks: Any, layer: int, end: int) -> Any:
-    """Sum of the MLP output biases of the blocks below ``layer``, each with its factor after ``end`` mixings, or 0."""
+    """Sum of the MLP output biases below ``layer``, each with its factor after ``end`` blocks have mixed; 0 if none."""
     _, writes = factors(blocks[:end])
     return sum(
         factor * block.mlp.bias
@@ -57,17 +57,19 @@ def bias_sum(blocks: Any, layer: int, end: int) -> Any:
 
 
 class ResidualParts:
-    """Activations of one run; its decompositions are right under x0 mixing, value residual and softcap.
+    """Decompositions of one run's residual stream into parts, exact under x0 mixing, value residual and softcap.
 
-    A block first replaces the residual by ``a x + b x0``: what earlier layers wrote reaches a later one scaled by every
-    ``a`` between. Each part below carries that factor (:func:`tnlm.lens.residual.factors`), so the parts sum to
+    A block first replaces the residual by ``a x + b x0``, so the output of an earlier layer reaches a later one
+    multiplied by every ``a`` between. Each part below carries that factor (:func:`tnlm.lens.residual.factors`), and the
+    parts sum to
 
-    - ``resid_pre`` of ``layer`` (after the last block by default, where the logits read), or ``resid_mid`` with
+    - ``resid_pre`` of ``layer`` (by default the stream after the last block), or ``resid_mid`` with
       ``mlp_input=True``;
-    - with ``apply_ln=True`` to what that layer's norm gives out, which reads ``resid_mixed``, not ``resid_pre``.
+    - with ``apply_ln=True``, the output of that layer's norm, whose input is ``resid_mixed``, not ``resid_pre``.
 
-    Exact up to rounding, given the norms of the run. Attributions are of logits *before* the softcap, in which they
-    are linear; ``logit_lens`` shows logits after it, the model's own.
+    Exact up to rounding, given the norms of the run. Attributions are to the logits *before* the softcap, which are
+    linear in the parts; ``logit_lens`` shows the logits after it. A base class of
+    :class:`tnlm.lens.activations.ResidualCache`; every result is a new tensor.
     """
 
     model: Any
@@ -91,8 +93,9 @@ class ResidualParts:
     ) -> Any:
         """The residual stream before each layer up to ``layer``, ``(streams, ..., d_model)``.
 
-        ``apply_ln`` reads every stream as ``layer`` would: its own statistics at the unembedding, elsewhere mixed with
-        ``x0`` and divided by the scale of the run. There is no ``resid_mid`` in blocks without MLP.
+        With ``apply_ln`` every stream is treated as the input of ``layer``: at the unembedding it is normed by its own
+        statistics, elsewhere it is mixed with ``x0`` and divided by the scale of the run. Blocks without MLP have no
+        ``resid_mid``.
         """
         layer, _ = self._target(layer, mlp_input, apply_ln)
         streams: dict[str, Tensor] = {}
@@ -140,7 +143,10 @@ class ResidualParts:
         pos_slice: Any = None,
         apply_ln: bool = False,
     ) -> Any:
-        """What each head below ``layer`` wrote, ``(heads, ..., d_model)``; ``incl_remainder`` adds all the rest."""
+        """The output of each head below ``layer``, ``(heads, ..., d_model)``.
+
+        ``incl_remainder`` adds one part: the stream minus all heads.
+        """
         layer, end = self._target(layer, False, apply_ln)
         parts = self._heads(layer, end)
         if incl_remainder:
@@ -158,9 +164,10 @@ class ResidualParts:
         project_output_onto: Tensor | None = None,
         mlp_input: bool = False,
     ) -> Any:
-        """What each hidden unit below ``layer`` wrote, ``(units, ..., d_model)``, biases apart.
+        """The output of each hidden MLP unit below ``layer``, ``(units, ..., d_model)``, without the output biases.
 
-        Memory: ``n_layer * d_hidden`` streams; ``project_output_onto`` keeps only a projection of each.
+        ``incl_remainder`` adds one part: the stream minus all units. Memory: ``n_layer * d_hidden`` streams;
+        ``project_output_onto`` keeps only a projection of each.
         """
         layer, end = self._target(layer, mlp_input, apply_ln)
         parts = self._neurons(layer, end, neuron_slice, project_output_onto)
@@ -179,9 +186,10 @@ class ResidualParts:
         return_labels: bool = False,
         project_output_onto: Tensor | None = None,
     ) -> Any:
-        """Every head, every hidden unit (or MLP), the embedding, and the biases: parts that sum to the stream.
+        """Every head, every hidden unit (or every MLP), the embedding and the biases, ``(parts, ..., d_model)``.
 
-        The row ``bias`` holds the MLP biases when the units are expanded, and zero when they are part of ``mlp_out``.
+        The parts sum to the stream. The part ``bias`` holds the MLP output biases if the units are expanded; otherwise
+        they are in ``mlp_out``, and it is zero.
         """
         layer, end = self._target(layer, mlp_input, apply_ln)
         embed, writes = factors(self.model.blocks[:end])
@@ -201,6 +209,7 @@ class ResidualParts:
         return self._stack(parts, layer, mlp_input, apply_ln, pos_slice, return_labels, project_output_onto)
 
     def _result(self, layer: int) -> Shaped[Tensor, "*batch seq n_head d_model"]:
+        """Output of each head of a layer: cached, or computed from the cached ``z``."""
         name = f"blocks.{layer}.attn.hook_result"
         if name in self.cache_dict:
             return self.cache_dict[name]
@@ -232,7 +241,7 @@ class ResidualParts:
         return target(layer, self.model.config.n_layer, mlp_input=mlp_input, mixed=apply_ln)
 
     def _stream(self, layer: int, end: int, mlp_input: bool = False) -> Tensor:
-        """The cached residual that ``layer`` reads, after ``end`` mixings."""
+        """The cached stream that ``layer`` reads, before or after its own mixing: ``end`` blocks have mixed."""
         if mlp_input:
             return self["resid_mid", layer]
         if layer < self.model.config.n_layer:
@@ -250,6 +259,7 @@ class ResidualParts:
         projection: Tensor | None = None,
         recompute_ln: bool = False,
     ) -> Any:
+        """The parts as one tensor, cut to some positions, normed and projected as asked; with labels if asked."""
         positions = self._slice(pos_slice)
         empty = _project(self["hook_embed"], projection)[None][:0] if not parts else None
         stack = torch.stack(list(parts.values())) if empty is None else empty

@@ -1,10 +1,10 @@
-"""Weights in the layout and under the names of transformer-lens, (in, out) per head.
+"""The model's weights under transformer-lens's names and in its layout, (in, out) per head.
 
-Those of a part (``model.blocks[0].attn.W_Q``, ``model.embed.W_E``) are views of its parameters: editing one in place,
-under ``torch.no_grad()``, edits the model. Those of the whole model (``model.W_Q``, ``model.W_E``) are copies.
+The weights of a part (``model.blocks[0].attn.W_Q``, ``model.embed.W_E``) are views of its parameters: editing one in
+place, under ``torch.no_grad()``, edits the model. The weights of the whole model (``model.W_Q``, ``model.W_E``) are
+copies.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from einops import rearrange
 from jaxtyping import Shaped
 from torch import Tensor, nn
+from transformer_lens import FactoredMatrix
 
 from tnlm.attention import Attention
 from tnlm.lens.residual import bias_sum, target
@@ -21,24 +22,52 @@ from tnlm.transformer import Block, Embedding, Unembedding
 
 
 class LensAttention(Attention):
-    """Weights per head, ``(n_head, d_model, d)``: views."""
+    """An attention layer that also has transformer-lens's weight names: views per head, ``(n_head, d_model, d)``.
 
-    W_Q = property(lambda self: self._into_heads(self.w_q1))
-    W_K = property(lambda self: self._into_heads(self.w_k1))
-    W_Q2 = property(lambda self: self._into_heads(self.w_q2))
-    W_K2 = property(lambda self: self._into_heads(self.w_k2))
-    W_V = property(lambda self: self._into_heads(self.w_v))
-    W_O = property(lambda self: rearrange(self.w_o, "m (h d) -> h d m", h=self.n_head))
+    ``W_Q2`` and ``W_K2`` are those of the second query-key pair; a layer with one pair does not have them.
+    """
 
-    def _into_heads(self, w: Tensor) -> Tensor:
+    @property
+    def W_Q(self) -> Shaped[Tensor, "n_head d_model d_qk"]:
+        return self._split_heads(self.w_q1)
+
+    @property
+    def W_K(self) -> Shaped[Tensor, "n_head d_model d_qk"]:
+        return self._split_heads(self.w_k1)
+
+    @property
+    def W_Q2(self) -> Shaped[Tensor, "n_head d_model d_qk"] | None:
+        return None if self.w_q2 is None else self._split_heads(self.w_q2)
+
+    @property
+    def W_K2(self) -> Shaped[Tensor, "n_head d_model d_qk"] | None:
+        return None if self.w_k2 is None else self._split_heads(self.w_k2)
+
+    @property
+    def W_V(self) -> Shaped[Tensor, "n_head d_model d_head"]:
+        return self._split_heads(self.w_v)
+
+    @property
+    def W_O(self) -> Shaped[Tensor, "n_head d_head d_model"]:
+        return rearrange(self.w_o, "m (h d) -> h d m", h=self.n_head)
+
+    def _split_heads(self, w: Any) -> Tensor:
         return rearrange(w, "(h d) m -> h m d", h=self.n_head)
 
 
 class LensMLP(MLP):
-    """Views. ``W_gate`` is what the activation acts on when there are two encoders, as in transformer-lens."""
+    """An MLP that also has transformer-lens's weight names: views; biases that the model lacks are zeros.
 
-    W_in = property(lambda self: (self.w_r if self.gated else self.w_l).mT)
-    W_out = property(lambda self: self.w_d.mT)
+    With two encoders ``W_gate`` is the one that the activation acts on, as in transformer-lens, and ``W_in`` the other.
+    """
+
+    @property
+    def W_in(self) -> Shaped[Tensor, "d_model d_hidden"]:
+        return (self.w_r if self.gated else self.w_l).mT
+
+    @property
+    def W_out(self) -> Shaped[Tensor, "d_hidden d_model"]:
+        return self.w_d.mT
 
     @property
     def W_gate(self) -> Shaped[Tensor, "d_model d_hidden"] | None:
@@ -59,37 +88,48 @@ class LensMLP(MLP):
 
 
 class LensBlock(Block):
-    hook_out_is_single_residual_stream = True  # transformer-lens's readouts ask for it
+    """A block with the marker that transformer-lens's readouts ask for."""
+
+    hook_out_is_single_residual_stream = True
 
 
 class LensEmbedding(Embedding):
-    """``W_E`` is a view."""
+    """An embedding that also has transformer-lens's weight name: ``W_E``, a view."""
 
-    W_E = property(lambda self: self.w_e)
+    @property
+    def W_E(self) -> Shaped[Tensor, "d_vocab d_model"]:
+        return self.w_e
 
 
 class LensUnembedding(Unembedding):
-    """``W_U`` is a view; ``b_U`` does not exist here and is zero."""
+    """An unembedding that also has transformer-lens's weight names: ``W_U``, a view, and ``b_U``, zeros."""
 
-    W_U = property(lambda self: self.w_u.mT)
-    b_U = property(lambda self: self.w_u.new_zeros(self.w_u.shape[0]))
+    @property
+    def W_U(self) -> Shaped[Tensor, "d_model d_vocab"]:
+        return self.w_u.mT
+
+    @property
+    def b_U(self) -> Shaped[Tensor, " d_vocab"]:
+        return self.w_u.new_zeros(self.w_u.shape[0])
 
 
-_NAMED = {
+_LENS_CLASS: dict[type[nn.Module], type[nn.Module]] = {
     Attention: LensAttention,
     MLP: LensMLP,
     Block: LensBlock,
     Embedding: LensEmbedding,
     Unembedding: LensUnembedding,
 }
-_ATTENTION_WEIGHTS = ("W_Q", "W_K", "W_Q2", "W_K2", "W_V", "W_O")
-_MLP_WEIGHTS = ("W_in", "W_gate", "W_out", "b_in", "b_gate", "b_out")
+_PART_OF_BLOCK = {
+    **dict.fromkeys(("W_Q", "W_K", "W_Q2", "W_K2", "W_V", "W_O"), "attn"),
+    **dict.fromkeys(("W_in", "W_gate", "W_out", "b_in", "b_gate", "b_out"), "mlp"),
+}
 
 
 class ModelWeights:
-    """The weights of a whole model, for a root module with ``embed``, ``blocks`` and ``unembed``.
+    """Weights of a whole model, as copies made at each access; gradients reach the parameters through them.
 
-    All are copies, made at each access; gradients reach the parameters through them.
+    A base class of :class:`tnlm.lens.hooked.HookedModel`, which has ``embed``, ``blocks`` and ``unembed``.
     """
 
     embed: LensEmbedding
@@ -108,9 +148,10 @@ class ModelWeights:
     def b_U(self) -> Shaped[Tensor, " d_vocab"]:
         return self.unembed.b_U
 
+    # No property for each name: torch hides the text of an AttributeError that is raised inside a module's property.
     def __getattr__(self, name: str) -> Any:
-        """``W_Q`` and the like: the weight of every block, stacked along ``n_layer``."""
-        part = {**dict.fromkeys(_ATTENTION_WEIGHTS, "attn"), **dict.fromkeys(_MLP_WEIGHTS, "mlp")}.get(name)
+        """``W_Q``, ``W_in`` and the other weights of a block: those of every block, stacked along ``n_layer``."""
+        part = _PART_OF_BLOCK.get(name)
         if part is None:
             return super().__getattr__(name)  # type: ignore[misc]
         found = [getattr(getattr(block, part), name, None) for block in self.blocks]
@@ -119,31 +160,77 @@ class ModelWeights:
             raise AttributeError(f"this model has no {name}: it is no part of every block's {part}")
         return torch.stack(weights)
 
+    @property
+    def QK(self) -> FactoredMatrix:
+        """``W_Q W_K^T`` of the first query-key pair, ``(n_layer, n_head, d_model, d_model)``, without ``1 / d_qk``.
+
+        QK-norm and rotation act between the two factors in the forward and are not part of it.
+        """
+        return FactoredMatrix(self.W_Q, self.W_K.mT)
+
+    @property
+    def QK2(self) -> FactoredMatrix:
+        """``W_Q2 W_K2^T`` of the second query-key pair (bilinear and differential attention); otherwise as ``QK``."""
+        return FactoredMatrix(self.W_Q2, self.W_K2.mT)
+
+    @property
+    def OV(self) -> FactoredMatrix:
+        """Map of a head from its own layer's normed input to its output per unit of pattern: ``(1 - lamb) W_V W_O``.
+
+        The value residual adds :attr:`OV_first` times block 0's normed input; the two sum to ``attn_out``. In block 0
+        both inputs are the same, and ``OV`` is the whole map.
+        """
+        return FactoredMatrix(self.own_share()[:, None, None, None] * self.W_V, self.W_O)
+
+    @property
+    def OV_first(self) -> FactoredMatrix:
+        """Map of a head from block 0's normed input, ``lamb W_V[0] W_O``; zero without value residual."""
+        w_v = self.W_V
+        return FactoredMatrix((1 - self.own_share())[:, None, None, None] * w_v[:1], self.W_O)
+
     def own_share(self) -> Shaped[Tensor, " n_layer"]:
-        """``1 - lamb`` of each block: how much of its values is its own; 1 in block 0, whose first value is its own."""
+        """``1 - lamb`` of each block: the share of its own values in the mix with block 0's; 1 in block 0."""
         own = [torch.ones_like(b.attn.w_v[0, 0]) if b.attn.lamb is None else 1 - b.attn.lamb[0] for b in self.blocks]
         return torch.stack([torch.ones_like(own[0]), *own[1:]])
 
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Shaped[Tensor, " d_model"]:
-        """The MLP biases of the layers below ``layer``, each with the factor of the mixing since; no other exists."""
+        """Sum of the MLP output biases below ``layer``, each with the factors of the mixing that follows it.
+
+        These models add no other bias to the residual stream.
+        """
         layer, end = target(layer, len(self.blocks), mlp_input=mlp_input, mixed=False)
         w_e = self.embed.w_e
         return w_e.new_zeros(w_e.shape[1]) + (bias_sum(self.blocks, layer, end) if include_mlp_biases else 0)
 
 
-def view(module: nn.Module, point: Callable[[nn.Module], nn.Module], seen: dict[int, nn.Module] | None = None) -> Any:
-    """The same module with submodules of its own, its points made by ``point``.
+def shared_view(
+    module: nn.Module, make_point: Callable[[nn.Module], nn.Module], seen: dict[int, nn.Module] | None = None
+) -> Any:
+    """The same module with submodules of its own that have transformer-lens's names and points made by ``make_point``.
 
-    Parameters, buffers and hook registries are those of ``module``, by identity. A module met twice stays one.
+    Parameters, buffers and hook registries are those of ``module``, by identity. A module that occurs twice stays one.
     """
     seen = {} if seen is None else seen
     if id(module) not in seen:
-        new = seen[id(module)] = copy.copy(module)
-        new.__class__ = _NAMED.get(type(module), type(module))
+        new = seen[id(module)] = _shallow_copy(module, _LENS_CLASS.get(type(module), type(module)))
         new._modules = {}
         for name, child in module._modules.items():
-            swap = isinstance(child, Point)
-            new._modules[name] = None if child is None else point(child) if swap else view(child, point, seen)
+            if child is None:
+                new._modules[name] = None
+            elif isinstance(child, Point):
+                new._modules[name] = make_point(child)
+            else:
+                new._modules[name] = shared_view(child, make_point, seen)
     return seen[id(module)]
+
+
+def _shallow_copy(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """A module of class ``kind`` with the attributes of ``module``, of whose class it is a subclass.
+
+    Made without ``__init__``, which would allocate and draw parameters.
+    """
+    new = kind.__new__(kind)
+    new.__setstate__(module.__dict__)
+    return new
