@@ -1,7 +1,6 @@
 """The training configuration, and presets: functions that return a whole one. Imports no torch."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tnlm.config import AttentionKind, MLPKind, ModelConfig, published_size
+from tnlm.output import files
 from tnlm.training.optim.schedule import Schedule
 
 Recipe = Literal["replication", "replication-exact"]
@@ -277,14 +277,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
         ValueError: Missing, unreadable, or not an object.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return files.read_json(Path(path))
     except OSError as error:
         raise ValueError(f"config file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"config file {path} must hold JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"config file {path} must hold a JSON object, got {type(values).__name__}")
-    return values
 
 
 def _check_kind(name: str, value: object, kind: Any) -> None:
