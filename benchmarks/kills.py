@@ -21,7 +21,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tnlm.output.files import find_defect, sha256
+from tnlm.checkpoints.local import find_defect
+from tnlm.output.files import sha256
 from tnlm.training.data.toy import write_cycles
 from tnlm.training.run.checkpointing import complete_steps
 from tnlm.training.run.metrics import read_metrics

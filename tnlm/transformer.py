@@ -1,6 +1,6 @@
 """The transformer, top to bottom as the equations read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +107,9 @@ class Transformer(nn.Module):
 
     Source: ``train_gpt2.py`` of loganriggs/modded-nanogpt at d5ce2de; Sharkey 2023, arXiv:2305.03452.
     """
+
+    source: Mapping[str, Any] | None = None
+    """Where :func:`tnlm.load` took the weights from, as facts for a model card; None for a model made in memory."""
 
     def __init__(
         self,

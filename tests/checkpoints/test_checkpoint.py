@@ -22,7 +22,7 @@ from tests.kills import killed_after
 from tests.tiny_models import build, ids, tiny
 from tnlm.checkpoints import checkpoint
 from tnlm.checkpoints.checkpoint import finish_save, read_config
-from tnlm.checkpoints.resolve import MANIFEST
+from tnlm.checkpoints.local import MANIFEST
 from tnlm.config import ModelConfig
 from tnlm.output.files import SAVED
 from tnlm.text.tokenizer import Tokenizer, train_bpe

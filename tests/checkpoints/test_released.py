@@ -33,7 +33,7 @@ def test_entry_is_whole(name):
     # the 18-layer models are what the shorter names call "sqrd-attn" in another sense
     assert entry.config.attention != "squared"
     for name_or_repo in (name, entry.repo, entry.repo.split("/")[1]):
-        assert released.find(name_or_repo) is entry
+        assert released.find_released(name_or_repo) is entry
 
 
 def test_recorded_file_holds_the_parameters():
@@ -47,8 +47,8 @@ def test_recorded_file_holds_the_parameters():
 
 
 def test_nothing_else_is_found():
-    assert released.find("gpt2") is None
-    assert released.find("Elriggs/gpt2-bilinear-swiglu-18l-9h-1152embd") is None
+    assert released.find_released("gpt2") is None
+    assert released.find_released("Elriggs/gpt2-bilinear-swiglu-18l-9h-1152embd") is None
 
 
 def test_size_is_checked(tmp_path):

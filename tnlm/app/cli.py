@@ -44,7 +44,7 @@ class Info(ModelCommand):
 
     def execute(self) -> dict[str, Any]:
         from tnlm.checkpoints.checkpoint import read_config
-        from tnlm.checkpoints.resolve import find, locate
+        from tnlm.checkpoints.resolve import find_model, locate
 
         entry, _, path = locate(self.model, revision=self.revision)
         config = read_config(self.model, revision=self.revision, attention=self.attention, overrides=self.overrides)
@@ -52,7 +52,7 @@ class Info(ModelCommand):
         if path is not None or entry is None:
             from tnlm.checkpoints import weightfiles
 
-            stored = weightfiles.read(find(self.model, revision=self.revision).weights)
+            stored = weightfiles.read(find_model(self.model, revision=self.revision).weights)
             dtypes = _count_dtypes(stored.tensors)
         seq = config.n_ctx if self.seq is None else self.seq
         if seq < 1:
@@ -435,7 +435,7 @@ def _registered(name: str) -> str:
     """The short name of a released model, by any of its names."""
     from tnlm.checkpoints import released
 
-    entry = released.find(name)
+    entry = released.find_released(name)
     if entry is None:
         raise ValueError(f"{name!r} is no released model; those are {', '.join(released.RELEASED)}")
     return entry.name
@@ -474,7 +474,7 @@ def _text_or_held_out(
 
 def _run_folder(model: "Transformer") -> Path | None:
     """The training run that the weights came from."""
-    from tnlm.checkpoints.resolve import is_run
+    from tnlm.checkpoints.local import is_run
 
     return next(filter(is_run, folders_of(model)), None)
 

@@ -1,4 +1,4 @@
-"""Model cards: the README.md beside the weights. Says what is known and nothing else. Imports no torch."""
+"""Model cards: the README.md beside the weights, made from recorded facts. Imports no torch."""
 
 import json
 from collections.abc import Mapping
@@ -41,15 +41,15 @@ def model_card(
     verification: Mapping[str, Any] | None = None,
     license: str | None = None,
 ) -> str:
-    """Markdown with YAML front matter; a section whose facts are not given is left out.
+    """Text of a model card: Markdown with YAML front matter. Sections whose facts are not given are left out.
 
     Args:
-        repo_id: ``owner/name`` the snippet loads; ``None`` names the folder the card lies in.
+        repo_id: ``owner/name`` for the example that loads the model; None writes a path in its place.
         source: Where the weights came from: a phrase, or facts such as ``repo``, ``revision``, ``sha256``. A ``repo``
             also becomes the ``base_model`` of the front matter.
         training: Facts such as ``data``, ``tokens``, ``val_loss``.
-        verification: Facts such as ``max_abs_error_fp32``, against what was recorded.
-        license: Licence identifier of the Hub (``mit``). Never guessed: ``None`` says that it is unknown.
+        verification: Facts such as ``max_abs_error_fp32``, compared with recorded outputs.
+        license: Licence identifier of the Hub (``mit``); None writes that it is not known.
     """
     front: dict[str, Any] = {"library_name": "tnlm", "pipeline_tag": "text-generation"}
     front["tags"] = ["tnlm", "tensor-network", f"{config.mlp}-mlp", f"{config.attention}-attention"]

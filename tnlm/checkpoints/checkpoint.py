@@ -1,4 +1,8 @@
-"""Models from files and back: every published layout loads exactly or not at all, and a save is complete or absent."""
+"""Loading and saving of models.
+
+Loading converts every published layout exactly, or raises an error. Saving is atomic: it leaves the old model or the
+whole new one.
+"""
 
 import json
 import os
@@ -15,11 +19,12 @@ from torch import Tensor
 
 from tnlm.checkpoints import layouts, weightfiles
 from tnlm.checkpoints.card import model_card
-from tnlm.checkpoints.layouts import Layout, to_published
-from tnlm.checkpoints.resolve import MANIFEST, SAVED, Found, find, is_own_weights, is_run, locate
-from tnlm.checkpoints.weightfiles import Stored, count_nonfinite, list_names, read_json
+from tnlm.checkpoints.layouts import Layout, Table, to_published
+from tnlm.checkpoints.local import MANIFEST, Found, is_own_weights, is_run, read_manifest
+from tnlm.checkpoints.resolve import find_model, locate
+from tnlm.checkpoints.weightfiles import Stored, count_nonfinite, list_names
 from tnlm.config import ModelConfig
-from tnlm.output import files
+from tnlm.output.files import SAVED, lock, read_json, sync, write_synced
 from tnlm.text.tokenizer import Tokenizer
 from tnlm.transformer import Transformer
 
@@ -29,7 +34,7 @@ _STAGING = ".saving"
 _LOCK = ".saving.lock"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What weights may be stored and loaded in: dtypes that can be computed with."""
+"""Dtypes in which weights may be stored and loaded: those that models compute in."""
 
 
 def load(
@@ -41,29 +46,30 @@ def load(
     attention: str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Transformer:
-    """A model from a folder, a file, a training run, a released model's short name, or a Hub id; in that order.
+    """Load a model from a folder, a weight file, a training run, a released model's short name, or a Hub id.
 
-    Every layout of ``docs/checkpoints.md`` is converted by a strict table: each key is accounted for, once, at its
-    shape. What a layout expresses by scales, signs or gains is folded into the weights in float64, exactly up to one
-    rounding. Parameters own their memory: the file may change or vanish afterwards. No code is run from any file.
+    A path that exists comes first, then the short name. Every layout of ``docs/checkpoints.md`` is converted by a
+    strict table: each key of the file is used exactly once, at its expected shape. Scales, signs and gains of a layout
+    are folded into the weights in float64, exactly up to one rounding. Parameters own their memory: the file may be
+    changed or deleted afterwards. No code is run from any file.
 
     Args:
-        revision: Commit, branch or tag of a Hub id; released models are pinned, None takes their recorded commit.
-        dtype: None gives float32. ``"checkpoint"`` keeps each tensor as stored: the released models compute in bf16
-            then, as they were trained. Rotary tables are as the layout was trained in every case.
-        attention: ``"squared"`` or ``"squared_normalized"``, for the models whose files do not say which.
-        overrides: Keys of the file's own config, such as ``{"n_head": 1}``, for what it does not say; one that it
-            says otherwise is replaced, with a warning.
+        revision: Commit, branch or tag of a Hub id. None is the recorded commit of a released model, else ``main``.
+        dtype: None gives float32. ``"checkpoint"`` keeps each tensor as stored: the released models then compute in
+            bf16, as they were trained. Rotary tables are always those that the layout was trained with.
+        attention: ``"squared"`` or ``"squared_normalized"``, for models whose files do not say which of the two.
+        overrides: Keys of the file's own config that it lacks, such as ``{"n_head": 1}``. A key that it has with
+            another value is replaced, with a warning.
 
     Returns:
-        The model on ``device``; ``model.source`` is a dict of where it came from. Peak memory is the model plus one
-        tensor, for formats that can be mapped.
+        The model on ``device``; ``model.source`` is a dict that says where it came from. Peak memory is that of the
+        model plus one tensor, for formats that can be memory-mapped.
 
     Raises:
         ValueError: Naming what was found, what was expected and the way out.
     """
     place, wanted = _check_device(device), _check_dtype(dtype)
-    found = find(name_or_path, revision=revision)
+    found = find_model(name_or_path, revision=revision)
     stored = _read_weights(found)
     layout, config, raw = _describe(found, stored, attention, overrides or {})
     tensors = dict(stored.tensors)
@@ -73,30 +79,10 @@ def load(
     _check_values(tensors, table.checks, label=found.label)
 
     model = layouts.structure(config)
-    state: dict[str, Tensor] = {}
-    nonfinite: dict[str, int] = {}
-    too_large: dict[str, str] = {}
-    for name, p in model.state_dict().items():
-        keys, _ = table.rows[name]
-        # Just before they are copied: the second reading then comes from the processor's cache
-        nonfinite |= {key: count_nonfinite(tensors[key]) for key in keys if key not in nonfinite}
-        made = table.make(name, tensors).reshape(p.shape)
-        like = tensors[keys[0] if keys else table.rows["embed.w_e"][0][0]]
-        state[name] = _own(made, device=place, dtype=wanted or like.dtype)
-        if state[name].dtype != made.dtype and (n := count_nonfinite(state[name])):
-            too_large[name] = f"{name} ({n} of {made.numel()})"
-    if bad := [f"{key} ({n} of {tensors[key].numel()})" for key, n in nonfinite.items() if n]:
-        raise ValueError(f"checkpoint {found.label} holds NaN or infinite weights: {list_names(bad)}; it is of no use")
-    if too_large:
-        dtype = state[next(iter(too_large))].dtype
-        raise ValueError(
-            f"checkpoint {found.label} has weights too large for {dtype} (|w| <= {torch.finfo(dtype).max:.5g}): "
-            f"{list_names(too_large.values())}; load it in a wider dtype"
-        )
+    state = _convert(tensors, table, model, device=place, dtype=wanted, label=found.label)
     model.load_state_dict(state, assign=True)
-    # past nn.Module's own __setattr__, whose annotation knows tensors and modules only
     said = {"overrides": dict(overrides)} if overrides else {}
-    object.__setattr__(model, "source", {**found.source, "weights": found.weights.name, "layout": layout.name, **said})
+    model.source = {**found.source, "weights": found.weights.name, "layout": layout.name, **said}
     return model
 
 
@@ -107,9 +93,9 @@ def read_config(
     attention: str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
-    """The architecture alone: of a local model from headers, of a released one from the registry, without weights.
+    """The architecture of a model, without loading it: from a local file's header, or from the registry.
 
-    A Hub id that is neither has its weights downloaded, because in the published layouts they are part of the answer.
+    A Hub id that is not in the registry is downloaded, because the published layouts need keys and shapes as well.
 
     Raises:
         ValueError: As :func:`load`.
@@ -117,7 +103,7 @@ def read_config(
     entry, _, path = locate(name_or_path, revision=revision)
     if path is None and entry is not None and revision in (None, entry.revision) and not overrides:
         return entry.config
-    found = find(name_or_path, revision=revision)
+    found = find_model(name_or_path, revision=revision)
     return _describe(found, weightfiles.read(found.weights), attention, overrides or {})[1]
 
 
@@ -131,28 +117,29 @@ def save(
 ) -> Path:
     """Write ``model.safetensors``, ``config.json`` and a model card; :func:`load` gives back the same bits.
 
-    Parameters keep their dtypes (load with ``dtype="checkpoint"`` for others than float32). Above ``max_shard_bytes``
-    the weights are split, with an index. The save is atomic: all is written to a folder inside ``folder``, whose
-    renaming is the commit, and then moved into place; killed before that, the old model loads, killed after, the new.
-    The folder is locked meanwhile: of two saves into it at once, the second is refused.
+    Parameters keep their dtypes (load with ``dtype="checkpoint"`` for others than float32). Weights of more than
+    ``max_shard_bytes`` are split into several files with an index. The save is atomic: all files are written to a
+    subfolder, which is renamed to commit the save, and are then moved into ``folder``. A process killed before the
+    renaming leaves the old model, one killed after it the new model. The folder is locked meanwhile: a second save
+    into it at the same time is refused.
 
     Args:
-        card: Text of the README, True for one made from what is known (an existing README stays), False for none.
-        tokenizer: Saved with the model, for what reads or writes text; None leaves one that is there.
+        card: Text of the README, True for a generated one (an existing README is kept), False for none.
+        tokenizer: Tokenizer to save with the model; None keeps one that is in the folder.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: A weight is NaN or infinite, the folder holds weights in a format that is not written here, is
-            that of a training run, or another process saves to it.
-        OSError: Disk full, read-only and the like, with path and cause; what was there is untouched.
+        ValueError: A weight is NaN or infinite, the folder holds weights in another format, it is that of a training
+            run, or another process is saving to it.
+        OSError: The disk is full, read-only or the like; names path and cause. The files of the folder are unchanged.
     """
     folder = Path(folder)
     check_weights(model)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with files.lock(folder / _LOCK, what=str(folder)):
+        with lock(folder / _LOCK, what=str(folder)):
             _save(model, folder, card, tokenizer, max_shard_bytes)
     except (OSError, SafetensorError) as error:
         cause = getattr(error, "strerror", None) or str(error)
@@ -176,16 +163,16 @@ def _save(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         _write_weights(model, staging, max_shard_bytes)
-        files.write_synced(staging / "config.json", model.config.to_json())
+        write_synced(staging / "config.json", model.config.to_json())
         if tokenizer is not None:
             tokenizer.save(staging)
         if isinstance(card, str) or (card and not (folder / "README.md").exists()):
-            text = card if isinstance(card, str) else model_card(model.config, source=getattr(model, "source", None))
-            files.write_synced(staging / "README.md", text)
+            text = card if isinstance(card, str) else model_card(model.config, source=model.source)
+            write_synced(staging / "README.md", text)
         for path in staging.iterdir():
-            files.sync(path)
-        files.write_synced(staging / MANIFEST, json.dumps(sorted(path.name for path in staging.iterdir())))
-        files.sync(staging)
+            sync(path)
+        write_synced(staging / MANIFEST, json.dumps(sorted(path.name for path in staging.iterdir())))
+        sync(staging)
         staging.rename(folder / SAVED)
         finish_save(folder)
     except (OSError, SafetensorError):
@@ -194,25 +181,29 @@ def _save(
 
 
 def finish_save(folder: Path) -> None:
-    """Move the files of a committed save into place; a no-op without one."""
+    """Move the files of a committed save into place; does nothing if there is none."""
     saved = folder / SAVED
     if not saved.is_dir():
         return
-    names = json.loads((saved / MANIFEST).read_text())
+    names = read_manifest(saved)
     for path in list(folder.iterdir()):
         if is_own_weights(path.name) and path.name not in names:
             path.unlink()
     for name in names:
         if (saved / name).exists():
             (saved / name).replace(folder / name)
-    # Renamed first: half removed, it would still count as committed
+    # Renamed before it is removed: a kill in between would leave a committed save with files missing
     saved.rename(folder / _STAGING)
     shutil.rmtree(folder / _STAGING)
-    files.sync(folder)
+    sync(folder)
 
 
 def check_weights(model: torch.nn.Module) -> None:
-    """Raise ValueError if a parameter or buffer is NaN or infinite: `load` refuses such files."""
+    """Check that all parameters and buffers are finite, because :func:`load` refuses a file with others.
+
+    Raises:
+        ValueError: Some are NaN or infinite; names them.
+    """
     counts = {name: (count_nonfinite(_whole(t)), t.numel()) for name, t in model.state_dict().items()}
     if bad := [f"{name} ({n} of {size})" for name, (n, size) in counts.items() if n]:
         raise ValueError(
@@ -237,7 +228,7 @@ def _read_weights(found: Found) -> Stored:
 def _describe(
     found: Found, stored: Stored, attention: str | None, overrides: Mapping[str, Any]
 ) -> tuple[Layout, ModelConfig, dict[str, Any]]:
-    """Layout and architecture, from config and keys together; and the part of the config that describes the model."""
+    """Layout and architecture, from config and keys together, and the part of the config that describes the model."""
     layout = layouts.recognise(list(stored.tensors), label=found.label)
     block = layout.block
     if stored.config is not None:
@@ -267,6 +258,46 @@ def _describe(
     if found.entry is not None:
         found.entry.check(config, label=found.label)
     return layout, config, raw
+
+
+def _convert(
+    tensors: Mapping[str, Tensor],
+    table: Table,
+    model: Transformer,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    label: str,
+) -> dict[str, Tensor]:
+    """The state dict of ``model`` from the tensors of a file, each in memory of its own.
+
+    Args:
+        dtype: None keeps that of the stored tensor; of a parameter that no stored tensor makes, that of the embedding.
+
+    Raises:
+        ValueError: A stored tensor is not finite, or becomes infinite in ``dtype``; names all of them.
+    """
+    state: dict[str, Tensor] = {}
+    nonfinite: dict[str, int] = {}
+    too_large: dict[str, str] = {}
+    for name, p in model.state_dict().items():
+        keys, _ = table.rows[name]
+        # Counted just before the tensors are copied: the copy then reads them from the processor's cache
+        nonfinite |= {key: count_nonfinite(tensors[key]) for key in keys if key not in nonfinite}
+        made = table.make(name, tensors).reshape(p.shape)
+        like = tensors[keys[0] if keys else table.rows["embed.w_e"][0][0]]
+        state[name] = _own(made, device=device, dtype=dtype or like.dtype)
+        if state[name].dtype != made.dtype and (n := count_nonfinite(state[name])):
+            too_large[name] = f"{name} ({n} of {made.numel()})"
+    if bad := [f"{key} ({n} of {tensors[key].numel()})" for key, n in nonfinite.items() if n]:
+        raise ValueError(f"checkpoint {label} holds NaN or infinite weights: {list_names(bad)}; it is of no use")
+    if too_large:
+        narrow = state[next(iter(too_large))].dtype
+        raise ValueError(
+            f"checkpoint {label} has weights too large for {narrow} (|w| <= {torch.finfo(narrow).max:.5g}): "
+            f"{list_names(too_large.values())}; load it in a wider dtype"
+        )
+    return state
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -335,7 +366,7 @@ def _write_weights(model: Transformer, folder: Path, max_shard_bytes: int) -> No
         _save_shard(shard, folder / file)
         weight_map |= dict.fromkeys(shard, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    files.write_synced(folder / _INDEX, json.dumps(index, indent=2) + "\n")
+    write_synced(folder / _INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _save_shard(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Downloads from the Hugging Face Hub: pinned to a commit, verified, resumed, and found again without a connection.
+"""Downloads models from the Hugging Face Hub: pinned to a commit, verified, resumed, and read from the cache offline.
 
-Transport, cache and progress bar (stderr) are huggingface_hub's. Here is which files are wanted, from which commit,
-what is said when they cannot be had, and that a large download continues where a killed one stopped, which the library
-gave up in version 2. Nothing is fetched at import.
+Transport, cache and progress bar (on stderr) are those of huggingface_hub. This module decides which files to fetch
+and from which commit, writes the error messages, and continues an interrupted large download, which huggingface_hub
+no longer does since version 2.
 """
 
 import dataclasses
@@ -17,30 +17,31 @@ from huggingface_hub import constants, errors
 from huggingface_hub.file_download import http_get, repo_folder_name
 from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
-from tnlm.checkpoints.released import File, Released
-from tnlm.checkpoints.resolve import WEIGHTS, Found, find_local
-from tnlm.checkpoints.weightfiles import INDEX_SUFFIX, read_json, shard_names
-from tnlm.output.files import sha256
+from tnlm.checkpoints.local import WEIGHTS, Found, find_local
+from tnlm.checkpoints.released import File, Released, find_released
+from tnlm.checkpoints.weightfiles import INDEX_SUFFIX, shard_names
+from tnlm.output.files import read_json, sha256
 
 RESUMED_FROM = 64 * 2**20
-"""Bytes from which on a download is kept when interrupted."""
+"""Size in bytes from which on an interrupted download is kept and continued."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Unavailable(ValueError):
-    """The Hub cannot be reached, or does not show what was asked for: nothing is known about the file itself."""
+    """The Hub cannot be reached or does not give access, so that nothing is known about the file itself."""
 
 
-def find(repo: str, *, revision: str | None = None, entry: Released | None = None) -> Found:
-    """The model of a repository, from the cache if it is there, else downloaded.
+def find_in_repository(repo: str, *, revision: str | None = None, entry: Released | None = None) -> Found:
+    """The files of the model in a Hub repository, from the cache if they are there, else downloaded.
 
     Args:
         revision: Commit, branch or tag; None is the recorded commit of a released model, else ``main``.
-        entry: The registry's entry: its files are checked, by size always and by sha256 after a download.
+        entry: Record of the released model: its files are checked, by size always and by sha256 after a download.
 
     Raises:
-        ValueError: No such repository, revision or file, or no way to get it; naming cache and command.
+        ValueError: No such repository, revision or file, or it cannot be downloaded; names the cache folder and the
+            command that downloads it.
     """
     pinned = entry.revision if entry is not None else None
     config = fetch(repo, "config.json", revision=revision or pinned)
@@ -70,10 +71,10 @@ def find(repo: str, *, revision: str | None = None, entry: Released | None = Non
 
 
 def fetch_first(repo: str, names: Sequence[str], *, revision: str) -> Path:
-    """The first of several files that the repository has; one in the cache is taken without a connection.
+    """Path of the first of several files that the repository has; one in the cache is taken without a connection.
 
     Raises:
-        ValueError: It has none of them, or that cannot be known.
+        ValueError: It has none of them, or the Hub cannot be asked.
     """
     for name in names:
         if isinstance(cached := _cached(repo, name, revision), Path):
@@ -85,12 +86,12 @@ def fetch_first(repo: str, names: Sequence[str], *, revision: str) -> Path:
 
 
 def fetch(repo: str, name: str, *, revision: str | None = None, wanted: Sequence[str] = ()) -> Path | None:
-    """One file, in the cache; None if the repository does not have it.
+    """Path of one file in the cache, downloaded if need be; None if the repository does not have it.
 
-    A commit that is cached is used as it is; a branch is asked for anew unless offline mode is on.
+    A cached file of a commit is used without asking the Hub; one of a branch only if offline mode is on.
 
     Args:
-        wanted: Names that would serve as well, for the error.
+        wanted: Names of files that could be used instead, for the error.
     """
     cached = _cached(repo, name, revision)
     if cached is not None and (constants.is_offline_mode() or _COMMIT.fullmatch(revision or "")):
@@ -125,10 +126,10 @@ def fetch(repo: str, name: str, *, revision: str | None = None, wanted: Sequence
 
 
 def check_size(path: Path, recorded: File) -> None:
-    """Refuse a file of another size than recorded.
+    """Check that a file has the recorded size.
 
     Raises:
-        ValueError: Naming both sizes and the file to delete.
+        ValueError: It has another; names both sizes and the file to delete.
     """
     size = path.stat().st_size
     if recorded.size is not None and size != recorded.size:
@@ -139,13 +140,13 @@ def check_size(path: Path, recorded: File) -> None:
 
 
 class _Interrupted(Exception):
-    """A large download stopped; what came is kept."""
+    """A large download stopped; the part that was received is kept."""
 
 
 def _fetch_blob(repo: str, name: str, revision: str | None) -> None:
-    """Put a large file's content into the cache, continuing an earlier attempt; the library then finds it there.
+    """Download a large file into the cache, continuing an earlier attempt; huggingface_hub then finds it there.
 
-    Small files, and any trouble in asking for the file, are left to the library.
+    Small files, and errors when asking for the file's size, are left to huggingface_hub.
     """
     url = huggingface_hub.hf_hub_url(repo, name, revision=revision)
     headers = build_hf_headers()
@@ -163,7 +164,7 @@ def _fetch_blob(repo: str, name: str, revision: str | None) -> None:
     for path in (blob, lock):
         path.parent.mkdir(parents=True, exist_ok=True)
     if urlsplit(facts.location).netloc != urlsplit(url).netloc:
-        headers.pop("authorization", None)  # the storage behind a redirect is not told who asks
+        headers.pop("authorization", None)  # the token is for the Hub, not for the storage that it redirects to
     with WeakFileLock(lock):
         if blob.exists():
             return
@@ -184,16 +185,14 @@ def _fetch_blob(repo: str, name: str, revision: str | None) -> None:
 
 
 def recorded_sha256(path: Path) -> str | None:
-    """What the Hub said a file's sha256 is: the cache names large files by it. None elsewhere, and for small files."""
+    """The sha256 that the Hub gave for a large file: its name in the cache. None for small files and outside of it."""
     name = path.resolve().name
     return name if re.fullmatch(r"[0-9a-f]{64}", name) else None
 
 
 def _check_download(path: Path, repo: str, name: str) -> None:
-    """Size and sha256 of a fresh download, where recorded for this very commit."""
-    from tnlm.checkpoints import released
-
-    entry = released.find(repo)
+    """Compare size and sha256 of a new download with those recorded for this commit, if they are."""
+    entry = find_released(repo)
     recorded = entry.files.get(name) if entry is not None and entry.revision == _commit_of(path) else None
     if recorded is None:
         return
@@ -206,7 +205,7 @@ def _check_download(path: Path, repo: str, name: str) -> None:
 
 
 def _cached(repo: str, name: str, revision: str | None) -> Path | bool | None:
-    """The file's path in the cache, False if the cache knows that the repository lacks it, None if it knows nothing."""
+    """Path of the file in the cache; False if the cache says that the repository lacks it, None if it says nothing."""
     cached = huggingface_hub.try_to_load_from_cache(repo, name, revision=revision)
     if isinstance(cached, str):
         return Path(cached)
@@ -214,7 +213,7 @@ def _cached(repo: str, name: str, revision: str | None) -> Path | bool | None:
 
 
 def _commit_of(path: Path) -> str:
-    """The cache keeps ``snapshots/COMMIT/FILE``."""
+    """Commit of a file in the cache, whose path ends in ``snapshots/COMMIT/FILE``."""
     return path.parent.name
 
 

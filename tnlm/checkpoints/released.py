@@ -1,7 +1,7 @@
-"""The released checkpoints: repository, commit, hashes, architecture, known cross-entropies. Imports no torch.
+"""Registry of the released models: repository, commit, hashes, architecture, cross-entropies. Imports no torch.
 
 Hashes, sizes and cross-entropies are those that public users of the files recorded (loganriggs/tensor_language,
-ajskateboarder/redesigned-octo-couscous, tdooms/tensor-similarity); what nobody recorded is None, not guessed.
+ajskateboarder/redesigned-octo-couscous, tdooms/tensor-similarity); a value that nobody recorded is None.
 """
 
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from tnlm.config import AttentionKind, MLPKind, ModelConfig
 
 TOLERANCE = 2e-3
-"""Nats per token within which a cross-entropy on the same rows, in float32, must agree."""
+"""Largest difference in nats per token allowed between two cross-entropies of the same rows, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """Size in bytes and sha256 of a file at the pinned commit; None where not recorded."""
+    """Size in bytes and sha256 of a file at the recorded commit; None where not recorded."""
 
     size: int | None = None
     sha256: str | None = None
@@ -31,7 +31,7 @@ class CrossEntropy:
     seq: int
     """Tokens per row."""
     text: str
-    """Which text: without it the value checks nothing, since slices differ by up to 0.4 nats."""
+    """The text that was measured; slices of a data set differ by up to 0.4 nats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ class Released:
     """Short name for :func:`tnlm.load`; the last part of ``repo`` works as well."""
     repo: str
     revision: str | None
-    """Full commit; None where no commit was recorded, and then a load names the one it took."""
+    """Full commit; None if none was recorded: loading then warns, naming the commit it took."""
     config: ModelConfig
     confirmed: bool = True
-    """Whether the architecture was seen in the files; otherwise the files decide alone."""
+    """Whether ``config`` was read from the files; if not, :meth:`check` accepts another architecture."""
     files: Mapping[str, File] = field(default_factory=lambda: {"config.json": File(), "pytorch_model.bin": File()})
     cross_entropy: tuple[CrossEntropy, ...] = ()
 
@@ -54,10 +54,10 @@ class Released:
         return self.config.n_params
 
     def check(self, config: ModelConfig, *, label: str) -> None:
-        """Refuse files of another architecture than the recorded one.
+        """Check that files have the recorded architecture.
 
         Raises:
-            ValueError: Naming each field that differs.
+            ValueError: They have another one; names each field that differs.
         """
         found, recorded = config.to_dict(), self.config.to_dict()
         differs = [f"{k}={found[k]!r} instead of {recorded[k]!r}" for k in recorded if found[k] != recorded[k]]
@@ -68,16 +68,16 @@ class Released:
             )
 
 
-def find(name: str) -> Released | None:
-    """The entry with this short name, repository, or last part of the repository."""
+def find_released(name: str) -> Released | None:
+    """The released model with this short name, repository, or last part of the repository; None if there is none."""
     for entry in RELEASED.values():
         if name in (entry.name, entry.repo, entry.repo.rpartition("/")[2]):
             return entry
     return None
 
 
-def find_file(sha256: str) -> Released | None:
-    """The entry that has a file with this hash, wherever a copy of it lies."""
+def find_released_by_sha256(sha256: str) -> Released | None:
+    """The released model that has a file with this sha256; None if there is none."""
     return next((e for e in RELEASED.values() if sha256 in {file.sha256 for file in e.files.values()}), None)
 
 
@@ -153,4 +153,4 @@ _ENTRIES = (
 )
 
 RELEASED: dict[str, Released] = {entry.name: entry for entry in _ENTRIES}
-"""The registry, by short name."""
+"""All released models, by short name."""

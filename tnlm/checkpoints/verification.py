@@ -1,4 +1,4 @@
-"""Three named checks of a model: its file, its numerics, its cross-entropy on known text. And the record of them."""
+"""Verifies a model by three checks (file, numerics, cross-entropy on known text), and records the outcomes."""
 
 import json
 import os
@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tnlm
-from tnlm.checkpoints import hub, released
+from tnlm.checkpoints import hub
 from tnlm.checkpoints.checkpoint import load
-from tnlm.checkpoints.released import RELEASED, TOLERANCE, CrossEntropy, Released
-from tnlm.checkpoints.resolve import Found, find
-from tnlm.checkpoints.weightfiles import INDEX_SUFFIX, read_json, shard_names
+from tnlm.checkpoints.local import Found
+from tnlm.checkpoints.released import RELEASED, TOLERANCE, CrossEntropy, Released, find_released_by_sha256
+from tnlm.checkpoints.resolve import find_model
+from tnlm.checkpoints.weightfiles import INDEX_SUFFIX, shard_names
 from tnlm.config import POLYNOMIAL_ATTENTIONS
 from tnlm.kernels import Implementation
-from tnlm.output.files import sha256, write_atomically
+from tnlm.output.files import read_json, sha256, write_atomically
 from tnlm.text.evaluate import NonFiniteLoss, cross_entropy
 from tnlm.text.tokenizer import get
 from tnlm.transformer import Transformer
@@ -28,15 +29,16 @@ from tnlm.transformer import Transformer
 Status = Literal["passed", "failed", "skipped"]
 
 SEQ = 33
-"""Random tokens on which implementations are compared: off every tile."""
+"""Number of random tokens on which implementations are compared: no multiple of any tile of the kernels."""
 NETWORK_SEQ = 5
+"""Number of these tokens on which the explicit tensors are compared, whose cost grows fast with it."""
 RELATIVE = 1e-3
 """Largest difference allowed between two ways to the same logits, as a share of the largest logit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The outcome of one check; ``detail`` holds the figures, or why it failed or was skipped."""
+    """Outcome of one check; ``detail`` holds the measured numbers, or why the check failed or was skipped."""
 
     name: Literal["file", "numerics", "cross_entropy"]
     status: Status
@@ -52,24 +54,24 @@ def verify(
     protocol: str | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Check]:
-    """Check a model; three outcomes, in this order.
+    """Check a model; returns the outcomes of three checks, in this order.
 
-    - ``file``: its sha256 against the recorded one, by which a local copy of a released model is known too; structure,
-      keys, shapes and finite weights by loading it.
-    - ``numerics``: on random tokens, against the definition in float32: every attention implementation, the explicit
-      tensors of the whole network where the layers are polynomials, and the forward in float64.
-    - ``cross_entropy``: on ``text``, against the recorded value of a released model, within 2e-3 nats.
+    - ``file``: the sha256 of the weights is the recorded one, which also identifies a local copy of a released model;
+      and the file loads: structure, keys, shapes, finite weights.
+    - ``numerics``: on random tokens, every attention implementation, the explicit tensors of the whole network (if its
+      layers are polynomials) and the forward in float64 give the logits of the definition in float32.
+    - ``cross_entropy``: on ``text``, the loss is the recorded one of a released model, within 2e-3 nats.
 
     Memory: about four times the float32 model, for the explicit tensors.
 
     Args:
         text: A UTF-8 file, documents separated by ``<|endoftext|>``, for the GPT-2 tokenizer; or ids, a stream or
-            ``(rows, seq + 1)``. It must be the text that the recorded value names.
-        protocol: Which recorded value, as ``600x512`` (rows x tokens); None is the first one recorded.
+            ``(rows, seq + 1)``. It must be the text on which the recorded value was measured.
+        protocol: Which recorded value, as ``600x512`` (rows x tokens); None is the first one.
     """
     entry = None
     try:
-        found = find(name_or_path, revision=revision)
+        found = find_model(name_or_path, revision=revision)
         file, entry = _check_file(found)
         if file.status == "failed":
             return [file, *_skip("the file is damaged")]
@@ -90,30 +92,31 @@ def verify_released(
     protocol: str | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
-    """Check every released model, or those of ``names``, and write the outcome; others in the file stay as they were.
+    """Check every released model, or those of ``names``, and write the outcomes to ``path``; returns all it then holds.
 
-    Downloads what the cache lacks: about 2 GB for each of the larger models. Returns what was written.
+    Outcomes of other models that are in the file are kept. Models that are not in the cache are downloaded, about 2 GB
+    for each of the larger ones.
     """
     path = Path(path)
     outcomes = {}
     for name in RELEASED if names is None else names:
         checks = verify(name, text=text, protocol=protocol, device=device)
         outcomes[name] = _summary(RELEASED[name], checks)
-    # Read after the long part: what another process wrote meanwhile stays
-    record: dict[str, Any] = {"models": {}, **(json.loads(path.read_text()) if path.exists() else {})}
+    # Read after the checks, which take long, to keep what another process has written in the meantime
+    record: dict[str, Any] = {"models": {}, **(read_json(path) if path.exists() else {})}
     record["models"] |= outcomes
     write_atomically(path, json.dumps(record, indent=2) + "\n")
     return record
 
 
 def verification_table(path: str | os.PathLike[str] = "verification.json") -> str:
-    """Markdown of what :func:`verify_released` wrote; says nothing that is not in that file.
+    """Markdown table of the outcomes that :func:`verify_released` wrote.
 
     Raises:
         ValueError: The file is missing or not of this form, with the command that writes it.
     """
     try:
-        models = json.loads(Path(path).read_text())["models"]
+        models = read_json(Path(path))["models"]
         rows = [_row(name, facts) for name, facts in models.items()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} must be written by `tnlm verify --released`: {error!r}") from None
@@ -130,7 +133,7 @@ def _row(name: str, facts: Mapping[str, Any]) -> str:
 
 
 def _summary(entry: Released, checks: list[Check]) -> dict[str, Any]:
-    """A model is verified when nothing failed and nothing that can be checked was skipped."""
+    """Outcomes of one model as JSON: it is verified if no check failed, and none that can be made was skipped."""
     outcome = {check.name: check.status for check in checks}
     if "failed" in outcome.values():
         state = "failed"
@@ -150,7 +153,7 @@ def _summary(entry: Released, checks: list[Check]) -> dict[str, Any]:
         "tnlm_version": tnlm.__version__,
         "torch_version": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
-        # The record is published: no one's home folder in it
+        # The record is published, so it must not name anyone's home folder
         "checks": [{k: v.replace(str(Path.home()), "~") for k, v in asdict(check).items()} for check in checks],
     }
 
@@ -166,9 +169,9 @@ def _skip(why: str) -> list[Check]:
 
 
 def _check_file(found: Found) -> tuple[Check, Released | None]:
-    """The sha256 of each weight file, against the registry's or the name the Hub's cache gave it.
+    """Compare the sha256 of each weight file with the registry's, or with the one that the Hub gave.
 
-    Also returns the registry's entry, which a local file has when its hash is recorded.
+    Also returns the record of the released model, which a local copy is identified with by its sha256.
     """
     entry, folder = found.entry, found.weights.parent
     pinned = entry is not None and entry.revision == found.source["revision"]
@@ -181,7 +184,7 @@ def _check_file(found: Found) -> tuple[Check, Released | None]:
         wanted, by = hub.recorded_sha256(folder / name), "the Hub gave"
         if pinned and entry is not None and entry.files[name].sha256 is not None:
             wanted, by = entry.files[name].sha256, "recorded"
-        if wanted is None and found.entry is None and (copied := released.find_file(digest)) is not None:
+        if wanted is None and found.entry is None and (copied := find_released_by_sha256(digest)) is not None:
             entry, wanted, by = copied, digest, f"recorded for {copied.name}"
         if wanted is None:
             unknown.append(f"{name} {digest}")
@@ -197,7 +200,7 @@ def _check_file(found: Found) -> tuple[Check, Released | None]:
 
 @torch.no_grad()
 def _check_numerics(model: Transformer) -> Check:
-    """Every way to the logits must agree, on random tokens; leaves the model in float64."""
+    """Compare all ways to compute the logits, on random tokens; the model is in float64 afterwards."""
     config = model.config
     device = model.embed.w_e.device
     assert config.d_vocab_used is not None
@@ -216,7 +219,7 @@ def _check_numerics(model: Transformer) -> Check:
         errors["explicit tensors"] = _distance(model.softcap(logits), wanted[:, :NETWORK_SEQ])
     model.set_implementation("eager")
     errors["float64"] = _distance(model.double()(tokens), wanted)
-    # written so that a NaN fails
+    # not "error > RELATIVE", which a NaN would pass
     bad = [name for name, error in errors.items() if not error <= RELATIVE]
     figures = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     if bad:
@@ -225,14 +228,14 @@ def _check_numerics(model: Transformer) -> Check:
 
 
 def _implementations(attention: str, device: torch.device) -> tuple[Implementation, ...]:
-    """Names to compare with eager: the kernels where they serve, else what "auto" takes."""
+    """Implementations to compare with "eager": all kernels of polynomial attention, else the one of "auto"."""
     if attention not in (*POLYNOMIAL_ATTENTIONS, "squared_normalized") or attention == "none":
         return ("auto",)
     return ("auto", "chunked", "recurrent", *(("triton",) if device.type == "cuda" else ()))
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference over largest value, or over 1 if that is more."""
+    """Largest difference, divided by the largest value of ``wanted`` or by 1, whichever is larger."""
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1))
 
 

@@ -1,10 +1,9 @@
-"""Reading the files weights are published in: safetensors, torch archives, shards. Damage is named, no code is run.
+"""Reads weight files (safetensors, torch archives, shards): finds damage before use, and runs no code from them.
 
-Tensors come memory-mapped where the format allows it, so reading a header costs nothing and copying is left to the
-caller: :func:`tnlm.load` copies each one into a parameter that owns its memory.
+Tensors are memory-mapped where the format allows it, so that reading them costs little before they are used:
+:func:`tnlm.load` copies each one into a parameter that owns its memory.
 """
 
-import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
@@ -16,28 +15,30 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tnlm.output.files import parse_json, read_json
+
 NESTED = ("model", "model_state_dict", "state_dict")
-"""Entries under which training code puts the state dict."""
+"""Keys of an archive under which training code stores the state dict."""
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 INDEX_SUFFIX = ".index.json"
 PREFIXES = ("module.", "model.")
-"""What wrappers put before *every* key; ``_orig_mod`` (torch.compile) may stand before any segment."""
+"""Prefixes that wrappers add to every key; ``_orig_mod`` (torch.compile) may stand before any part of one."""
 
 _ALLOWED_CLASS = "__main__.GPTConfig"
-_pickles = threading.Lock()  # the allow-list of torch.load belongs to the process
+_pickles = threading.Lock()  # all threads share the list of allowed classes of torch.load
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a weight file holds: the state dict under plain keys, and the config if one lies beside it."""
+    """Content of a weight file: the state dict without prefixes in its keys, and the config if the file has one."""
 
     tensors: dict[str, Tensor]
     config: dict[str, Any] | None
 
 
 class PickledConfig:
-    """Takes the place of the published training script's config class, which is pickled by reference."""
+    """Stands for the config class of the published training script, which archives refer to by name."""
 
 
 def read(path: Path) -> Stored:
@@ -50,21 +51,9 @@ def read(path: Path) -> Stored:
     return Stored(strip_prefixes(tensors, path), config)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, read strictly: a repeated key, NaN or anything but an object is refused; a BOM is not.
-
-    Raises:
-        ValueError: Naming the path.
-    """
-    try:
-        return _strict_object(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} must hold one JSON object: {error}") from None
-
-
 def count_nonfinite(t: Tensor) -> int:
-    """How many NaN and infinities a tensor holds; where there are none, in a single pass."""
-    # Any of them makes the sum one as well. Finite numbers may overflow it, hence the count
+    """Number of NaN and infinite entries of a tensor."""
+    # Any of them makes the sum NaN or infinite; a finite sum needs no second pass. Finite entries may overflow too
     return 0 if t.sum().isfinite() else int((~torch.isfinite(t)).sum())
 
 
@@ -76,7 +65,7 @@ def list_names(names: Iterable[str], *, limit: int = 8) -> str:
 
 
 def strip_prefixes(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Undo what wrappers did to the keys.
+    """The same tensors under keys without the prefixes that wrappers add.
 
     Raises:
         ValueError: Two keys become equal, or only some carry ``module.`` or ``model.``.
@@ -123,7 +112,11 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
 
 
 def _check_content(path: Path) -> str:
-    """``safetensors``, ``zip`` or ``pickle``, by name and content, once the damage visible from outside is excluded."""
+    """Kind of a weight file, by name and first bytes: ``safetensors``, ``zip`` or ``pickle``.
+
+    Raises:
+        ValueError: The file is empty, a git-lfs pointer, a web page, or not of the kind that its name says.
+    """
     if path.is_dir():
         raise ValueError(f"{path} must be a file of weights, it is a folder")
     if not path.is_file():
@@ -157,28 +150,10 @@ def _check_content(path: Path) -> str:
 
 
 def _content(head: bytes) -> str:
-    # 8 bytes of header length, then the header's "{"; first, because a length may begin with a pickle's byte
+    # 8 bytes of header length, then "{". Checked first, because a length may begin with the first byte of a pickle
     if head[6:9] == b"\0\0{":
         return "safetensors"
     return "zip" if head.startswith(b"PK\x03\x04") else "pickle" if head.startswith(b"\x80") else "unknown"
-
-
-def _strict_object(text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in seen:
-                raise ValueError(f"the key {key!r} occurs twice")
-            seen[key] = value
-        return seen
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON number")
-
-    value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse)
-    if not isinstance(value, dict):
-        raise ValueError(f"it holds a {type(value).__name__}")
-    return value
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -191,7 +166,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             f"{path} is cut off: it has {size} bytes, its header alone needs {8 + length}; download it again"
         )
     try:
-        header = _strict_object(header_bytes)
+        header = parse_json(header_bytes)
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
     except (ValueError, KeyError, TypeError, IndexError):
         raise ValueError(
@@ -209,7 +184,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    """All shards of an index, each in the index's own folder, holding exactly the keys the index says."""
+    """Tensors of all shards that an index names; each must lie beside it and hold the keys that it says."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} must hold a weight_map from tensor names to files; download it again")
@@ -230,7 +205,11 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def shard_names(index: Path, weight_map: Mapping[str, Any]) -> list[str]:
-    """The files an index names, refusing any that is not a plain name in the same folder."""
+    """Names of the files that an index refers to, sorted.
+
+    Raises:
+        ValueError: One is not the plain name of a file in the folder of the index.
+    """
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if name != os.path.basename(name.replace("\\", "/")) or name in (".", ".."):
@@ -239,7 +218,7 @@ def shard_names(index: Path, weight_map: Mapping[str, Any]) -> list[str]:
 
 
 def _read_torch(path: Path, *, zipped: bool) -> Any:
-    """A torch archive or legacy pickle, through the loader that builds tensors and plain data only."""
+    """Content of a torch archive or legacy pickle, read by the loader that makes tensors and plain data only."""
     size = path.stat().st_size
     if zipped:
         _check_zip_end(path, size)
@@ -250,7 +229,7 @@ def _read_torch(path: Path, *, zipped: bool) -> Any:
             loaded = torch.load(path if zipped else file, map_location="cpu", weights_only=True, mmap=zipped)
             rest = 0 if zipped else size - file.tell()
     except Exception as error:
-        # The library's own text is not passed on: for some files it advises to switch the protection off
+        # torch's own text is left out: for some files it advises to switch the protection off
         if zipped and (classes := _foreign_classes(path)):
             raise ValueError(
                 f"{path} holds Python objects, which could run code and are not loaded: {list_names(classes)}. "
@@ -269,7 +248,7 @@ def _read_torch(path: Path, *, zipped: bool) -> Any:
 
 
 def _check_zip_end(path: Path, size: int) -> None:
-    """A zip ends in a record of fixed size that follows the directory of its files."""
+    """Check that a zip archive is whole: it ends in a record of fixed size after the list of its files."""
     with path.open("rb") as file:
         start = max(0, size - 22 - 65535)
         file.seek(start)
@@ -287,7 +266,7 @@ def _check_zip_end(path: Path, size: int) -> None:
 
 
 def _foreign_classes(path: Path) -> set[str]:
-    """What an archive refers to besides tensors and plain data; found without running anything."""
+    """Classes that an archive refers to besides tensors and plain data; nothing is run to find them."""
     try:
         return set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - {_ALLOWED_CLASS}
     except Exception:  # its directory is whole, its content is not

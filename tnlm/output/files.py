@@ -1,6 +1,6 @@
-"""Files that no kill, full disk or second process may spoil: atomic writes, locks, folders with a marker.
+"""Atomic writes, lock files, sha256 sums and strict JSON, for every file that this package reads and writes itself.
 
-Imports no torch.
+A kill, a full disk or a second process leaves the old file or the new one. Imports no torch.
 """
 
 import contextlib
@@ -13,31 +13,32 @@ import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-MARKER = "COMPLETE"
-"""Written last into a training checkpoint: a JSON object with ``sizes`` and ``sha256`` of every other file, by name."""
 SAVED = ".saved"
-"""Folder of a finished save whose files have not all been moved into place; see :func:`tnlm.save`."""
+"""Subfolder with the files of a finished save that are not all moved into place yet; see :func:`tnlm.save`."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
-def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write a file under another name, flush it to disk, then rename it: a reader sees the old file or the new one.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Context manager for an atomic write: gives another path to write to, and renames it to ``path`` at the end.
 
-    The folder is made. The other name, ``.NAME.PID.part``, belongs to this process; a kill leaves it there.
+    The file is flushed to disk before it is renamed, so a reader sees the old file or the whole new one. Its other
+    name, ``.NAME.PID.part``, belongs to this process; a kill leaves it there. The folder must exist.
 
     Raises:
-        OSError: The disk refuses it; names ``path``, which is as before.
+        OSError: The disk refuses the file; names ``path``, which is as before.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_synced(part, data)
+        yield part
+        sync(part)
         part.replace(path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -47,16 +48,28 @@ def write_atomically(path: Path, data: str | bytes) -> None:
         raise
 
 
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Write a file as :func:`replacing` does; its folder is created if it does not exist.
+
+    Raises:
+        OSError: The disk refuses it; names ``path``, which is as before.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    with replacing(path) as part:
+        part.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
 def write_synced(path: Path, data: str | bytes) -> None:
     """Write a file and flush it to disk."""
-    with path.open("wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    sync(path)
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the list of a folder's files, to disk."""
+    """Flush a file to disk; of a folder, its list of file names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -70,44 +83,52 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def find_defect(folder: Path, *, contents: bool = False) -> str | None:
-    """Why a training checkpoint is not complete, or None if it is: its marker must name every file at its size.
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, read as :func:`parse_json` does.
 
-    Args:
-        contents: Compare the sha256 of every file as well, which reads all of them.
+    Raises:
+        ValueError: The file holds something else; names the path.
+        OSError: The file cannot be read.
     """
-    if folder.name.startswith("."):
-        return "an interrupted save"
     try:
-        marker = json.loads((folder / MARKER).read_bytes())
-        sizes, hashes = dict(marker["sizes"]), dict(marker["sha256"]) if contents else {}
-    except FileNotFoundError:
-        return f"no {MARKER} marker"
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"unreadable {MARKER} marker"
-    for name, size in sizes.items():
-        path = folder / name
-        try:
-            if (actual := path.stat().st_size) != size:
-                return f"{name} has {actual} bytes of {size}"
-            if contents and sha256(path) != hashes.get(name):
-                return f"{name} is damaged: its sha256 is not the recorded one"
-        except FileNotFoundError:  # perhaps just now: a live run removes its old checkpoints
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-    return None
+        return parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} must hold one JSON object: {error}") from None
+
+
+def parse_json(text: bytes) -> dict[str, Any]:
+    """A JSON object from UTF-8 text, read strictly: a byte-order mark is allowed, a repeated key or NaN is not.
+
+    Raises:
+        ValueError: The text is no JSON, no object, repeats a key, or holds NaN or Infinity.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key!r} occurs twice")
+            seen[key] = value
+        return seen
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON number")
+
+    value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}")
+    return value
 
 
 @contextlib.contextmanager
 def lock(path: Path, *, what: str) -> Iterator[None]:
-    """Hold a lock file for the time of a block, and remove it afterwards.
+    """Context manager that holds a lock file during its block, and removes the file afterwards.
 
-    The kernel holds the lock, so the death of this process releases it, whatever is left of the file. Where there are
-    no locks (some network file systems, Windows) the block runs without one, with a warning.
+    The operating system releases the lock when this process dies, even if the file is left. Where there are no locks
+    (some network file systems, Windows) the block runs without one, with a warning.
 
     Args:
-        what: What must not be used by two processes at once, for the error.
+        what: Name of the thing that two processes must not use at once, for the error.
 
     Raises:
         ValueError: Another process holds it; names process, host and start.
@@ -135,7 +156,7 @@ def _now() -> str:
 
 
 def _acquire(path: Path, what: str) -> int:
-    """The lock file, open and locked."""
+    """Descriptor of the lock file, opened and locked."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -146,7 +167,7 @@ def _acquire(path: Path, what: str) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        # Whoever held it removed the file between our opening and our locking it
+        # The process that held the lock removed this file after we opened it: open the new one
         os.close(descriptor)
 
 
@@ -166,9 +187,9 @@ def _warn_of_no_lock(what: str, why: str) -> None:
 
 
 def _holder(descriptor: int) -> str:
-    """Who wrote the lock file."""
+    """The process that wrote the lock file, as a phrase for the error."""
     try:
-        facts = json.loads(os.pread(descriptor, 4096, 0))
+        facts = parse_json(os.pread(descriptor, 4096, 0))
         return f"process {facts['pid']} on {facts['host']}, since {facts['since']}"
     except (ValueError, KeyError, TypeError):
         return "another process"

@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from tnlm.output.files import SAVED, write_atomically
+from tnlm.output.files import SAVED, read_json, write_atomically
 
 EOT_TEXT = "<|endoftext|>"
 FILE_NAME = "tnlm_tokenizer.json"
@@ -164,11 +164,10 @@ class Tokenizer:
         if not path.is_file():
             raise ValueError(f"no tokenizer in {Path(folder)}: {FILE_NAME} is missing")
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            fits = isinstance(data, dict) and {"name", "hash"} <= data.keys()
+            data = read_json(path)
         except ValueError:
-            fits = False
-        if not fits:
+            data = {}
+        if not {"name", "hash"} <= data.keys():
             raise ValueError(f"{path} must be a JSON object with name and hash, as Tokenizer.save writes it")
         return cls.from_dict(data)
 

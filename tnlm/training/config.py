@@ -5,7 +5,6 @@ the help of its flag (:mod:`tnlm.training.flags`), and the run's ``config.json``
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from tnlm.config import ModelConfig
+from tnlm.output import files
 from tnlm.training.optim.schedule import Schedule
 
 Recipe = Literal["replication", "replication-exact"]
@@ -302,14 +302,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
         ValueError: Missing, unreadable, or not an object.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return files.read_json(Path(path))
     except OSError as error:
         raise ValueError(f"config file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"config file {path} must hold JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"config file {path} must hold a JSON object, got {type(values).__name__}")
-    return values
 
 
 def _check_value(name: str, value: object, kind: Any) -> None:

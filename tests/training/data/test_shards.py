@@ -282,5 +282,5 @@ def test_sidecar(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[1]"])
 def test_damaged_sidecar(tmp_path, text):
     (tmp_path / shards.SIDECAR).write_text(text)
-    with pytest.raises(ValueError, match=r"dataset.json must be a JSON object"):
+    with pytest.raises(ValueError, match=r"dataset.json must hold one JSON object"):
         shards.read_sidecar(tmp_path)

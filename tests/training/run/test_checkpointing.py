@@ -14,7 +14,7 @@ import torch
 
 from tests.kills import killed_after
 from tests.training.small import small_config
-from tnlm.output.files import MARKER, find_defect
+from tnlm.checkpoints.local import MARKER, find_defect
 from tnlm.training.run import checkpointing
 from tnlm.training.run.checkpointing import find_latest, load, prune, recover, save
 from tnlm.training.run.outcomes import SaveError

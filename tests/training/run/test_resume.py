@@ -21,12 +21,13 @@ from safetensors.torch import load_file, save, save_file
 import tnlm
 from tests.kills import killed_after
 from tests.training.small import small_config
+from tnlm.checkpoints.local import mark_complete
 from tnlm.training import train
 from tnlm.training.cli import main
 from tnlm.training.config import TrainConfig
 from tnlm.training.data.shards import Shard, write_shard
 from tnlm.training.run.branch import branch_config
-from tnlm.training.run.checkpointing import complete_steps, mark_complete
+from tnlm.training.run.checkpointing import complete_steps
 from tnlm.training.run.cost import estimate
 from tnlm.training.run.export import export_run
 from tnlm.training.run.loop import Trainer

@@ -1,4 +1,4 @@
-"""The layouts that weights were published in, each with its config reader and one strict conversion table."""
+"""The layouts in which weights were published, each with a reader of its config and a strict conversion table."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def _read_ours(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: s
 
 
 def _check_sizes(config: ModelConfig, shapes: Shapes, source: str) -> None:
-    """Every size from which modules are built must be one of the file's: an absurd number is refused, not built."""
+    """Check the config's sizes against the file's shapes before modules are built, which could fill the memory."""
     if config.n_block_params and config.n_layer > len(shapes):
         raise ValueError(f"{source}: n_layer={config.n_layer} layers cannot come from a file of {len(shapes)} tensors")
     said = {"embed.w_e": (config.d_vocab, config.d_model)}
@@ -55,7 +55,7 @@ def _our_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> T
 
 
 class _WithoutInit(TorchFunctionMode):
-    """Leaves parameters as they are: on meta there is nothing to fill, and asking costs a second of imports."""
+    """Skips ``torch.nn.init``: meta tensors have no values, and initialising them costs a second of imports."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -66,7 +66,7 @@ class _WithoutInit(TorchFunctionMode):
 
 
 def structure(config: ModelConfig) -> Transformer:
-    """The modules of a model, its parameters on the meta device."""
+    """A model without values: its parameters are on the meta device."""
     with _WithoutInit():
         return Transformer(config, device="meta")
 
@@ -76,10 +76,10 @@ LAYOUTS = (OURS, PUBLISHED, DECOMPOSITION, TWO_LAYER, CYCLE, TOY)
 
 
 def recognise(keys: Sequence[str], *, label: str) -> Layout:
-    """The layout whose marks the keys bear.
+    """The layout of a state dict, recognised by its keys.
 
     Raises:
-        ValueError: None does, naming some keys.
+        ValueError: The keys fit none; names some of them.
     """
     for layout in LAYOUTS:
         if layout.recognises(keys):
@@ -91,10 +91,10 @@ def recognise(keys: Sequence[str], *, label: str) -> Layout:
 
 
 def tie(tensors: dict[str, Tensor], table: Table, raw: Mapping[str, Any], *, label: str) -> None:
-    """Where the config says ``tie_word_embeddings``, restore a missing head from the embedding, in place.
+    """If the config has ``tie_word_embeddings``, add the missing unembedding to ``tensors``: it is the embedding.
 
     Raises:
-        ValueError: The head is there and differs from the embedding.
+        ValueError: The file has an unembedding that differs from the embedding.
     """
     if raw.get(TIE) is not True:
         return

@@ -13,7 +13,7 @@ from tnlm.rotary import rotary_frequencies
 
 GATES = {None: "bilinear", "silu": "swiglu", "relu": "reglu", "gelu": "geglu"}
 ONE_ENCODER = {"relu": "relu", "gelu": "gelu"}
-"""With ``bilinear: false``; without a gate such an MLP is a linear map, and silu alone is no kind of ours."""
+"""MLP kinds for ``bilinear: false``; no gate (a linear map) and silu (no kind of ours) are errors."""
 
 
 def read_config(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
@@ -51,7 +51,11 @@ def read_config(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: 
 
 
 def make_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> Table:
-    """Folds: ``1/sqrt(2 n_layer)`` into W_O unless ``scale_attn`` is false, the rotation's sign, gains of norms."""
+    """Conversion table, with three kinds of folds.
+
+    ``1/sqrt(2 n_layer)`` is folded into W_O unless ``scale_attn`` is false, the sign of the rotation into queries and
+    keys, and the gains of norms into the weights that read them.
+    """
     d, v, h = config.d_model, config.d_vocab, config.d_hidden
     flip = flip_rotation(config)
     residual = scale((2 * config.n_layer) ** -0.5 if raw.get("scale_attn", True) else 1.0)
@@ -89,12 +93,12 @@ def make_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> T
 
 
 def rows(part: int, size: int) -> Callable[[Tensor], Tensor]:
-    """One of several matrices stacked by rows."""
+    """A function that takes one of several matrices stacked by rows."""
     return lambda w: w[part * size : (part + 1) * size]
 
 
 def frequencies_check(config: ModelConfig) -> Callable[[Tensor], str | None]:
-    """Of a stored rotary buffer: it must hold the frequencies that our tables are made from."""
+    """A check of a stored rotary buffer: it must hold the frequencies from which our rotary tables are made."""
 
     def check(found: Tensor) -> str | None:
         wanted = rotary_frequencies(config.d_head, base=config.rotary_base)

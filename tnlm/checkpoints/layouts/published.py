@@ -12,7 +12,7 @@ QK_KEYS = {"w_q1": "c_q", "w_k1": "c_k", "w_q2": "c_q2", "w_k2": "c_k2"}
 
 
 def read_config(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
-    """The architecture, from the flags *and* the keys of the file; a contradiction between them is an error."""
+    """The architecture, from the flags of the config and the keys of the file, which must agree."""
     fields = Fields(
         raw,
         source,
@@ -63,12 +63,17 @@ def _attention(fields: Fields, shapes: Shapes, asked: str | None) -> str:
 
 
 def check_asked(decided: str, asked: str | None, source: str) -> None:
+    """Check that ``load(attention=...)`` does not contradict the attention that the file decides.
+
+    Raises:
+        ValueError: It does.
+    """
     if asked not in (None, decided):
         raise ValueError(f"{source} decides attention={decided!r}, got attention={asked!r}; leave attention= out")
 
 
 def make_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> Table:
-    """Every row is the same numbers; scalars are 0-d in the file and ``(1,)`` here."""
+    """Conversion table, without any folds; scalars are 0-d in the file and ``(1,)`` here."""
     d, v, h = config.d_model, config.d_vocab, config.d_hidden
     table = Table()
     table.add("embed.w_e", "transformer.wte.weight", (v, d))
@@ -91,7 +96,7 @@ def make_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> T
 
 
 def to_published(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The state dict under the released models' keys, scalars 0-d: the inverse of loading that layout."""
+    """The state dict under the keys of the released models, with 0-d scalars: the inverse of loading that layout."""
     table = make_table(config, {}, {})
     return {keys[0]: state[ours].reshape(table.shapes[keys[0]]) for ours, (keys, _) in table.rows.items()}
 

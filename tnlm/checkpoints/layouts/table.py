@@ -1,4 +1,4 @@
-"""How a published layout becomes ours: its config read strictly, its tensors mapped one by one."""
+"""Tools to describe a published layout: a strict reader of its config, and a table that maps its tensors to ours."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +19,8 @@ BOOKKEEPING = frozenset(
     "epochs n_params dataset tokenizer repo date commit notes train_loss val_loss final_train_loss "
     "final_val_loss".split()
 )
-"""What public configs say of data, training and results, which no code reads when it builds a model. Those that a
-layout does not list itself are named in one warning; any other unknown key is refused: it may change the function."""
+"""Keys of public configs about data, training and results, which do not change the model. Those that a layout does not
+list itself are named in one warning; any other unknown key is an error, because it may change the model."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Layout:
     """A published layout.
 
     Args:
-        name: What errors and ``model.source`` call it.
+        name: Its name in errors and in ``model.source``.
         marks: Regular expressions; the layout is recognised when each matches a whole key.
         read_config: ``(fields of its config, shapes by key, attention asked for) -> ModelConfig``.
         make_table: ``(config, its config as read, shapes by key) -> Table``.
@@ -47,15 +47,15 @@ class Layout:
 
 @dataclass
 class Table:
-    """Which tensors of the file make each of our parameters, and which shapes the file must have.
+    """For each of our parameters, the tensors of the file it is made from; and the shapes that these must have.
 
-    A row without ``fold`` is the same numbers, reshaped to our shape; a fold computes in float64.
+    A row without ``fold`` copies the tensor, reshaped to our shape; a fold computes in float64.
     """
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     rows: dict[str, tuple[tuple[str, ...], Callable[..., Tensor] | None]] = field(default_factory=dict)
     checks: dict[str, Callable[[Tensor], str | None]] = field(default_factory=dict)
-    """Buffers that carry no weight: each is checked and dropped, and may be absent."""
+    """Buffers of the file that are no weights: if present, each is checked and then dropped."""
 
     def add(
         self,
@@ -64,20 +64,20 @@ class Table:
         shape: Sequence[int] = (),
         fold: Callable[..., Tensor] | None = None,
     ) -> None:
-        """One row: ``key`` of ``shape``, or several keys with their shapes, whose tensors ``fold`` takes in order."""
+        """Add a row: one key of ``shape``, or several keys with their shapes, whose tensors ``fold`` takes in order."""
         shapes = {key: shape} if isinstance(key, str) else key
         self.shapes |= {k: tuple(s) for k, s in shapes.items()}
         self.rows[ours] = (tuple(shapes), fold)
 
     def fill(self, ours: str, make: Callable[[], Tensor]) -> None:
-        """One row that no key makes: a parameter of ours which the layout does not have."""
+        """Add a row without keys, for a parameter that the layout does not have; ``make`` returns its values."""
         self.rows[ours] = ((), make)
 
     def check(self, shapes: Shapes, *, label: str, config: ModelConfig) -> None:
-        """Exact accounting: every key once, at its shape.
+        """Check that the file has every key of the table, at its shape, and no others.
 
         Raises:
-            ValueError: One error that names all missing, unexpected and mis-shaped keys.
+            ValueError: It does not; names all missing and unexpected keys and wrong shapes.
         """
         missing = self.shapes.keys() - shapes.keys()
         unexpected = shapes.keys() - self.shapes.keys() - self.checks.keys()
@@ -100,32 +100,33 @@ class Table:
         keys, fold = self.rows[ours]
         if fold is None:
             return tensors[keys[0]]
-        # float64, so that folding a scale costs one rounding
+        # in float64, so that the only rounding is the one to the final dtype
         return fold(*(tensors[key].double() for key in keys))
 
 
 def rows_of(shapes: Shapes, key: str, default: int = 1) -> int:
-    """First axis of a stored matrix; the default where there is none, which :meth:`Table.check` then names."""
+    """Length of the first axis of a stored matrix, or the default for a missing key: :meth:`Table.check` names it."""
     return next(iter(shapes.get(key, ())), default)
 
 
 def _same_shape(found: Sequence[int], want: Sequence[int]) -> bool:
-    """Equal, where a scalar may also be stored with one axis, and the other way round."""
+    """Whether two shapes are equal, where ``()`` equals ``(1,)``."""
     return tuple(found) == tuple(want) or {tuple(found), tuple(want)} == {(), (1,)}
 
 
 class Fields:
-    """The keys of a published ``config.json``, all accounted for.
+    """Typed access to the values of a published ``config.json``, whose keys must all be known.
 
     Args:
         raw: The JSON object.
-        source: Names the file in errors.
-        required, optional: The keys the layout has.
-        ignored: Keys that say nothing about the function, such as training statistics.
-        bookkeeping: The same, but named in the warning, as those of :data:`BOOKKEEPING` are.
+        source: Name of the file in errors.
+        required, optional: Keys of the layout, separated by spaces.
+        ignored: Keys that do not change the model, such as training statistics.
+        bookkeeping: The same, but named in a warning, as those of :data:`BOOKKEEPING` are.
 
     Raises:
-        ValueError: A key is missing or unknown; here and in every accessor, naming key, value and file.
+        ValueError: A key is missing or unknown; in every method, a value has the wrong type or range. Names key, value
+            and file.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Fields:
         return value
 
     def depth(self, key: str, shapes: Shapes) -> int:
-        """A number of layers, at most that of the file's tensors: nothing is built from an absurd one."""
+        """A number of layers, at most the number of the file's tensors: a wrong one could fill the memory."""
         value = self.integer(key)
         if value > len(shapes):
             raise ValueError(f"{self.source}: {key}={value} layers cannot come from a file of {len(shapes)} tensors")
@@ -183,13 +184,13 @@ class Fields:
         return allowed[value]
 
     def refuse(self, key: str, wanted: Any, why: str, default: Any = None) -> None:
-        """Refuse any value but ``wanted``."""
+        """Check that a key has the value ``wanted``; ``why`` ends the error otherwise."""
         value = self.raw.get(key, default)
         if value != wanted:
             raise ValueError(f"{self.source}: {key} must be {wanted!r}, got {value!r}: {why}")
 
     def build(self, make: Callable[..., ModelConfig], **values: Any) -> ModelConfig:
-        """``make(**values)``, its errors named after the file."""
+        """``make(**values)``; its errors are made to name the file."""
         try:
             return make(**values)
         except ValueError as error:
@@ -197,10 +198,10 @@ class Fields:
 
 
 def flip_rotation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """Negate the second half of each head's rotary axis, in rows: exact change to our sign of the rotation.
+    """A fold that negates the second half of each head's rows, which converts ``rotate_half`` to our rotation, exactly.
 
-    With both queries and keys so changed, ``[a | -b]`` turned our way is ``[a cos - b sin | -(a sin + b cos)]``: the
-    common ``rotate_half`` result with its second half negated, which cancels in every score.
+    It must be applied to queries and keys. Our rotation takes ``[a | -b]`` to ``[a cos - b sin | -(a sin + b cos)]``:
+    the result of ``rotate_half`` with its second half negated. The two signs cancel in every score.
     """
 
     def fold(w: Tensor) -> Tensor:
@@ -212,8 +213,10 @@ def flip_rotation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
 
 
 def scale(factor: float) -> Callable[[Tensor], Tensor]:
+    """A fold that multiplies by a number."""
     return lambda w: w * factor
 
 
 def chain(first: Callable[..., Tensor], then: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A fold that applies ``first`` to the tensors of a row, then ``then`` to the result."""
     return lambda *tensors: then(first(*tensors))

@@ -1,4 +1,4 @@
-"""Three layouts of small models, most of them polynomials outright: two-layer, toy transformers, cycle toys."""
+"""Three layouts of small models, most of them polynomials: two-layer models, toy transformers and cycle toys."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +23,7 @@ PURE = {
     "value_residual": False,
     "mlp_bias": False,
 }
-"""No norm, softcap, mixing or bias: what these layouts share unless they say otherwise."""
+"""Fields of ModelConfig that these layouts share unless they set them: no norm, softcap, mixing or bias."""
 
 ENERGY_EPS = 1e-6
 """Added to ``final_norm.running_mean_energy`` (tdooms/tensor-similarity at bc914a4)."""
@@ -54,7 +54,7 @@ def read_two_layer(raw: Mapping[str, Any], shapes: Shapes, source: str, attentio
 
 
 def two_layer_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> Table:
-    """The final norm divides by one constant, which folds into the unembedding."""
+    """Conversion table. The final norm divides by a stored constant, which is folded into the unembedding."""
     s = raw["attn_scale"]
     layer = _Layer("attn", keep=1 - s if raw.get("residual", "add") == "lerp" else 1.0, write=s)
     table, left = _fold([layer] * config.n_layer, config)
@@ -68,7 +68,7 @@ def two_layer_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes)
 
 
 def read_cycle(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
-    """Layers are counted (``n_layer``, all attention) or listed (``spec``, of ``attn`` and ``mlp`` in any order)."""
+    """The architecture, from a number of attention layers (``n_layer``) or a list (``spec``) of "attn" and "mlp"."""
     raw, listed = _as_read(raw), "spec" in raw
     own = "vocab d_hidden mlp_residual" if listed else "n_head n_vocab"
     fields = Fields(
@@ -124,7 +124,7 @@ def cycle_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> 
 
 
 def _as_read(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with its values as the public code reads them: some runs stored them as text."""
+    """The config with ``norm`` and ``scale`` converted from text, as which some runs stored them."""
     words = {"True": True, "true": True, "False": False, "false": False}
     norm, s = raw.get("norm"), raw.get("scale", 0.5)
     if isinstance(s, str):
@@ -149,7 +149,7 @@ def _check_residual(fields: Fields, residual: str, *, default: str, scale: str =
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer of a file, ``x <- keep x + write f(norm(x))``: attention or MLP."""
+    """One layer of a file, attention or MLP: ``x <- keep x + write f(norm(x))``."""
 
     kind: str
     keep: float
@@ -164,9 +164,10 @@ def _layers(raw: Mapping[str, Any]) -> list[_Layer]:
 
 
 def _blocks(layers: Sequence[_Layer], *, normed: bool) -> list[dict[str, int]]:
-    """Which layers of the file make each of our blocks: at most one attention, then at most one MLP.
+    """For each of our blocks, the layers of the file it holds: at most one attention, then at most one MLP.
 
-    Behind a norm what was kept must be multiplied in before the next layer reads, which our blocks do at their start.
+    With norms, a layer whose ``keep`` is not 1 ends its block: the next layer's norm must read the scaled ``x``, and
+    our blocks scale ``x`` (by ``lambdas``) only at their start.
     """
     blocks: list[dict[str, int]] = []
     for i, layer in enumerate(layers):
@@ -179,12 +180,13 @@ def _blocks(layers: Sequence[_Layer], *, normed: bool) -> list[dict[str, int]]:
 
 
 def _fold(layers: Sequence[_Layer], config: ModelConfig) -> tuple[Table, float]:
-    """Rows of the embedding and all blocks, and the factor that is left for the head.
+    """Table rows of the embedding and all blocks, and the factor ``c`` by which the head must be multiplied.
 
-    Our residual only adds. Let ``x = c y``, where ``c`` starts at 1 and each layer multiplies it by its ``keep``: then
-    ``y <- y + write / (c keep) f``, and the head reads ``c y``. Without norms ``f`` reads ``c y`` by weights that take
-    the factor ``c``. A norm must read ``x`` itself, because of its eps, so there the next block's ``lambdas``, ``(c,
-    0)``, bring ``c`` back to 1. Exact; QK biases are not scaled. Attention or MLP that a block lacks is zero.
+    Our residual stream only adds, so the layers' ``keep`` is folded into the weights. Let ``x = c y``, where ``c``
+    starts at 1 and each layer multiplies it by its ``keep``: then ``y <- y + write / (c keep) f``, and the head reads
+    ``c y``. Without norms, the weights of ``f`` that read ``x`` are multiplied by ``c``; QK biases are not. With norms,
+    ``f`` must read ``x`` itself because of the norm's eps: the ``lambdas`` ``(c, 0)`` of the next block multiply ``c``
+    in and set it back to 1. The folding is exact. Attention or MLP that a block lacks gets zero weights.
     """
     d, h, normed = config.d_model, config.d_hidden, config.norm == "rms"
     qk = [f"{name}{branch}" for branch in ("1", "2")[: config.n_qk] for name in ("q", "k")]
@@ -253,7 +255,7 @@ def read_toy(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str
 
 
 def toy_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> Table:
-    """Same numbers throughout: this code turns as the released models do."""
+    """Conversion table, without any folds: the rotation of this code is that of the released models."""
     d, v, h = config.d_model, config.d_vocab, config.d_hidden
     table = Table()
     table.add("embed.w_e", "embed.weight", (v, d))

@@ -26,6 +26,7 @@ from tnlm.interp.layers.rounding import form_error, round_down, round_up, square
 from tnlm.interp.layers.spectra import _DENSE_WIDTH, Eig, Which, eig, form_norms, krylov, squared_norms
 from tnlm.interp.layers.statistics import trace_bounds
 from tnlm.interp.tokens.ranking import token_ids
+from tnlm.output.files import replacing
 
 
 @runtime_checkable
@@ -228,7 +229,6 @@ class _Store:
         from safetensors.torch import save_file
 
         path = self._path(start)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
         tensors = {name: t.detach().contiguous() for name, t in part._asdict().items()}
-        save_file(tensors, partial, metadata={"key": self.key})
-        os.replace(partial, path)
+        with replacing(path) as unfinished:
+            save_file(tensors, unfinished, metadata={"key": self.key})

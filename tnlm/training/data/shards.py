@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tnlm.output.files import write_atomically
+from tnlm.output.files import read_json, replacing, write_atomically
 
 MAGIC = 20240520
 VERSION = 1
@@ -50,17 +50,9 @@ def write_shard(path: str | os.PathLike, tokens: Sequence[int] | np.ndarray) -> 
         )
     header = np.zeros(256, dtype="<i4")
     header[:3] = MAGIC, VERSION, tokens.size
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(header.tobytes())
-            file.write(tokens.astype("<u2").tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with replacing(path) as part, part.open("wb") as file:
+        file.write(header.tobytes())
+        file.write(tokens.astype("<u2").tobytes())
 
 
 def shard_tokens(path: str | os.PathLike, *, allow_truncated: bool = False) -> int:
@@ -352,10 +344,4 @@ def read_sidecar(folder: str | os.PathLike) -> dict[str, Any] | None:
     path = Path(folder) / SIDECAR
     if not path.is_file():
         return None
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be a JSON object, got something else ({error})") from error
-    if not isinstance(facts, dict):
-        raise ValueError(f"{path} must be a JSON object, got {type(facts).__name__}")
-    return facts
+    return read_json(path)

@@ -20,7 +20,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tnlm
-from tnlm.output.files import MARKER, find_defect, sha256, sync, write_atomically
-from tnlm.output.files import write_synced as _write
+from tnlm.checkpoints.local import find_defect, mark_complete
+from tnlm.output.files import read_json, sync, write_atomically, write_synced
 from tnlm.text.tokenizer import Tokenizer
 from tnlm.training.run.outcomes import SaveError
 from tnlm.training.run.retention import kept_steps
@@ -87,7 +86,7 @@ def save(
         part.mkdir(parents=True)
         tnlm.save(model, part, tokenizer=tokenizer, max_shard_bytes=2**62)
         save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, part / "training.safetensors")
-        _write(part / "training.json", json.dumps({"step": step, **facts}, indent=1))
+        write_synced(part / "training.json", json.dumps({"step": step, **facts}, indent=1))
         mark_complete(part, step=step)
         if target.exists():
             _remove(target)
@@ -103,22 +102,6 @@ def save(
             raise SaveError(f"checkpoint {target} could not be written: {cause}") from error
         raise
     return target
-
-
-def mark_complete(folder: Path, *, step: int) -> None:
-    """Flush every file of a checkpoint to disk, then write the marker that names them all."""
-    files = sorted(path for path in folder.iterdir() if path.name != MARKER)
-    with ThreadPoolExecutor() as pool:  # the hashes are computed while the disk writes
-        hashes = pool.map(sha256, files)
-        for path in files:
-            sync(path)
-        marker = {
-            "step": step,
-            "sizes": {path.name: path.stat().st_size for path in files},
-            "sha256": dict(zip((path.name for path in files), hashes)),
-        }
-    _write(folder / MARKER, json.dumps(marker))
-    sync(folder)
 
 
 def find_latest(run: Path) -> tuple[Path | None, list[str]]:
@@ -198,7 +181,7 @@ def load(path: Path) -> Checkpoint:
     if defect is not None:
         raise ValueError(f"checkpoint {path} is not complete: {defect}")
     try:
-        facts = json.loads((path / "training.json").read_text())
+        facts = read_json(path / "training.json")
         step = int(facts["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"checkpoint file {path / 'training.json'} cannot be read: {error}") from error

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tnlm
-from tnlm.checkpoints.resolve import is_run
+from tnlm.checkpoints.local import is_run
 from tnlm.output.files import lock, write_atomically
 from tnlm.training.config import OPERATIONAL, TrainConfig, load_config
 from tnlm.training.run.distributed import World, on_main
