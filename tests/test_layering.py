@@ -42,6 +42,7 @@ LADDERS = (
         "tnlm.interp.layers.lowrank",
         "tnlm.interp.ranking",
         "tnlm.interp.layers",
+        "tnlm.interp.contraction",
         "tnlm.interp.extraction",
         "tnlm.interp.tokens",
         "tnlm.interp.predictions",
@@ -154,7 +155,7 @@ def room_of(module: str, rooms: Mapping[str, str] | tuple[str, ...]) -> str:
 def faults(module: str, source: str) -> list[str]:
     """What a module imports and must not."""
     names = {name.partition(".")[0] for _, name in imported(source, module.rpartition(".")[0])}
-    found = [name for name in ("training", "interp", "tests") if name in names]
+    found: list[str] = [name for name in ("training", "interp", "tests") if name in names]
     found += [name for name, homes in LIBRARIES.items() if name in names and not module.startswith(homes)]
     room = room_of(module, MAY_IMPORT)
     for target in edges(module, source):
