@@ -92,7 +92,7 @@ def test_the_walk_lets_through_what_is_allowed():
     assert not faults("tnlm/lens/hooked.py", "def hook():\n    import transformer_lens")
 
 
-@pytest.mark.parametrize("package", ["tnlm", "tnlm.interp", "tnlm.training"])
+@pytest.mark.parametrize("package", ["tnlm", "tnlm.checkpoints", "tnlm.interp", "tnlm.text", "tnlm.training"])
 def test_no_module_is_named_like_a_public_name_beside_it(package):
     folder = ROOT / package.replace(".", "/")
     modules = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir() if path.is_dir()}

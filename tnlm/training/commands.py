@@ -14,6 +14,7 @@ import tyro
 
 from tnlm.config import AttentionKind, MLPKind
 from tnlm.output.command import Command, without_none
+from tnlm.output.exit_codes import CheckFailed
 from tnlm.output.progress import announce
 from tnlm.training.presets import Precision, Recipe, Tracker, TrainConfig, preset, read_json
 from tnlm.training.run.distributed import World
@@ -315,12 +316,15 @@ class DataCheck(Command):
     def execute(self) -> dict[str, Any]:
         from tnlm.training.data.shards import check_data
 
-        facts = check_data(
-            self.where,
-            d_vocab=self.d_vocab,
-            allow_truncated=self.allow_truncated,
-            progress=lambda r: print(f"{r.path}: {r.tokens:,} tokens, largest id {r.max_id}", file=sys.stderr),
-        )
+        try:
+            facts = check_data(
+                self.where,
+                d_vocab=self.d_vocab,
+                allow_truncated=self.allow_truncated,
+                progress=lambda r: print(f"{r.path}: {r.tokens:,} tokens, largest id {r.max_id}", file=sys.stderr),
+            )
+        except ValueError as error:
+            raise CheckFailed(str(error)) from error
         return {"command": "data check", **facts}
 
 
