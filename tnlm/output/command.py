@@ -180,6 +180,7 @@ class TextCommand(ModelCommand):
     """checkpoint keeps the stored mixture of bf16 and float32."""
 
     def load(self) -> "Transformer":
+        """Load the model, in the dtype and on the device of the flags."""
         return load_model(self, dtype=self.dtype, device=self.device)
 
 

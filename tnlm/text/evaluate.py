@@ -51,6 +51,7 @@ class Evaluation:
     """``loss / ln 2 * tokens / bytes``, comparable between tokenizers; None if the bytes are not known."""
 
     def to_dict(self) -> dict[str, Any]:
+        """All values as JSON data."""
         return asdict(self)
 
 
