@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("tnlm", "tnlm.interp", "tnlm.training")
+PACKAGES = ("tnlm", "tnlm.checkpoints", "tnlm.interp", "tnlm.text", "tnlm.training")
 TORCH = """
 from typing import Any, Callable, TypeVar
 F = TypeVar("F")

@@ -1,4 +1,4 @@
-"""Atomic writes and locks: what a reader, a second process, a full disk and a file system without locks see."""
+"""Atomic writes, strict JSON and locks, with a second process, a full disk and a file system without locks."""
 
 import errno
 import fcntl
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tnlm.output.files import lock, write_atomically
+from tnlm.output.files import lock, read_json, replacing, write_atomically
 
 
 def test_a_failed_write_leaves_the_old_file_alone_and_names_it(tmp_path, monkeypatch):
@@ -21,6 +21,49 @@ def test_a_failed_write_leaves_the_old_file_alone_and_names_it(tmp_path, monkeyp
     with pytest.raises(OSError, match=r"No space left on device: .*a\.json'$"):
         write_atomically(path, b"new")
     assert [(p.name, p.read_text()) for p in path.parent.iterdir()] == [("a.json", "old")]
+
+
+def test_a_block_that_fails_replaces_nothing_and_keeps_its_error(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old")
+
+    def fail():
+        with replacing(path) as part:
+            part.write_text("half")
+            raise KeyError("other")
+
+    with pytest.raises(KeyError, match="other"):
+        fail()
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a", "old")]
+    with replacing(path) as part:
+        part.write_text("new")
+        assert path.read_text() == "old"
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a", "new")]
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ('{"a": 1, "a": 2}', "the key 'a' occurs twice"),
+        ('{"b": {"a": 1, "a": 1}}', "the key 'a' occurs twice"),
+        ('{"a": NaN}', "NaN is no JSON number"),
+        ('{"a": -Infinity}', "-Infinity is no JSON number"),
+        ("[1]", "it holds a list"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_json_that_is_read_in_two_ways_or_no_object_is_refused(tmp_path, text, said):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"a\.json must hold one JSON object: {said}"):
+        read_json(path)
+
+
+def test_json_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b'\xef\xbb\xbf{"a": [1, 2.5, null]}')
+    assert read_json(path) == {"a": [1, 2.5, None]}
 
 
 @pytest.mark.user_error

@@ -1,1 +1,1 @@
-"""The commands and the demonstration: they alone import training and interp together."""
+"""The commands, the demo and the models of the notebooks: the only code that imports both training and interp."""

@@ -1,11 +1,10 @@
 """Command ``tnlm``: info, verify, eval, generate, convert, explain, report.
 
-The application layer: with ``tnlm.app.demo`` it alone may import training and interp, inside its commands. Asking for
-help imports no torch. Progress and warnings go to stderr; with ``--json`` stdout holds one JSON record and nothing
-else.
+Commands import torch, training and interp when they run, so that help is fast. Progress and warnings go to stderr; with
+``--json`` stdout holds one JSON record and nothing else.
 
 Exit codes: 0 done, 1 a check of ``verify`` failed or none could be made, 2 a wrong argument or file (the message says
-which), 130 Ctrl-C, 141 whoever read the output has left (``| head``).
+which), 130 Ctrl-C, 141 the reader of the output has left (``| head``).
 """
 
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tnlm.output.command import Command, ModelCommand, TextCommand, guarded, load_model, print_record, print_version
+from tnlm.output.exit_codes import ExitCode
 from tnlm.text.default_tokenizer import encode_prompt, find_tokenizer, folders_of, one_token, saved_tokenizer, source_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tnlm.text.tokenizer import Tokenizer
     from tnlm.transformer import Transformer
 
-OK, FAILED, USAGE = 0, 1, 2
 REPORT_SEQ = 128
 """Tokens per row of a report, when the model can read as many."""
 
@@ -400,39 +399,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     if print_version("tnlm", argv):
-        return OK
-    try:
-        command: Command = tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
-            prog="tnlm",
-            description="Tensor-network language models, opened. --version [--json] tells what is installed.",
-            args=argv,
-        )
-    except SystemExit as stop:
-        print_record()
-        return stop.code if isinstance(stop.code, int) else USAGE
+        return ExitCode.DONE
+    command: Command = tyro.extras.subcommand_cli_from_dict(
+        COMMANDS,
+        prog="tnlm",
+        description="Tensor-network language models, opened. --version [--json] tells what is installed.",
+        args=argv,
+    )
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
-        try:
-            record = command.execute()
-            print_record(record if command.json else None)
-        except BrokenPipeError:
-            raise
-        except (ValueError, OSError) as error:
-            print(f"tnlm: {error}", file=sys.stderr)
-            return USAGE
-    return OK if record.get("passed", True) else FAILED
+        record = command.execute()
+    print_record(record if command.json else None)
+    return ExitCode.DONE if record.get("passed", True) else ExitCode.FAILED
 
 
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
 ) -> None:
-    """The text alone: where in the code a warning arose is of no use at the command line."""
+    """Print the text of a warning, without the line of code that raised it."""
     print(f"tnlm: warning: {message}", file=sys.stderr)
 
 
 def _registered(name: str) -> str:
-    """The short name of a released model, by any of its names."""
+    """The short name of a released model, given any of its names."""
     from tnlm.checkpoints import released
 
     entry = released.find_released(name)
@@ -442,7 +431,7 @@ def _registered(name: str) -> str:
 
 
 def _count_dtypes(tensors: "dict[str, Tensor]") -> dict[str, int]:
-    """Numbers stored in each dtype."""
+    """Number of parameters stored in each dtype."""
     counts: dict[str, int] = {}
     for tensor in tensors.values():
         name = str(tensor.dtype).removeprefix("torch.")
@@ -453,7 +442,7 @@ def _count_dtypes(tensors: "dict[str, Tensor]") -> dict[str, int]:
 def _text_or_held_out(
     text: Path | None, model: "Transformer", tokenizer: "Tokenizer", seq: int | None
 ) -> "tuple[Tensor, int | None, str]":
-    """A stream of ids, the window to cut it into, and what to call it."""
+    """Ids of a text file or of a run's validation tokens, their window, and their name for tables and records."""
     import torch
 
     if text is not None:
@@ -473,7 +462,7 @@ def _text_or_held_out(
 
 
 def _run_folder(model: "Transformer") -> Path | None:
-    """The training run that the weights came from."""
+    """Folder of the training run that the weights came from; None if they came from elsewhere."""
     from tnlm.checkpoints.local import is_run
 
     return next(filter(is_run, folders_of(model)), None)

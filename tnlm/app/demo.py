@@ -1,14 +1,16 @@
 """``make demo``: train two nano models, compare them, read one from its weights, and write a page about it.
 
-With ``tnlm.app.cli`` this is the application layer: it may import training and interp.
+Finished runs are kept: the same command continues an interrupted demo.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tnlm.output.command import guarded, print_record
+from tnlm.output.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,34 +23,25 @@ CAVEAT = "One seed of a nano model proves nothing about architectures; docs/comp
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 on success, 2 on a refused argument or folder, 1 on a diverged run, 128 + n on signal n."""
-    from tnlm.training.run.outcomes import Diverged, Interrupted
+    """Run the demo; returns the exit code, as ``tnlm`` does."""
+    return guarded("demo", lambda: _run(argv))
 
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tnlm.app.demo", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for runs and page (default: demo)")
     parser.add_argument("--steps", type=int, default=None, help="updates per model (default: the nano preset's 250)")
     args = parser.parse_args(argv)
-    try:
-        record = run(args.out, steps=args.steps)
-    except (ValueError, OSError) as error:
-        return _fail(str(error), 2)
-    except Diverged as error:
-        return _fail(str(error), 1)
-    except Interrupted as error:
-        return _fail(str(error), 128 + error.number)
-    except KeyboardInterrupt:
-        return _fail("interrupted; the same command continues", 130)
-    print(json.dumps(record))
-    return 0
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"demo: {message}", file=sys.stderr)
-    return code
+    print_record(run(args.out, steps=args.steps))
+    return ExitCode.DONE
 
 
 def run(out: Path, *, steps: int | None = None) -> dict[str, Any]:
-    """Train both arms into ``out/runs`` (finished runs are kept), compare them, read one, write the page."""
+    """Train both models into ``out/runs`` (finished runs are kept), compare them, analyse one and write the page.
+
+    Returns:
+        A JSON record of the losses, the token studied with its eigenvalues, and the paths.
+    """
     import tnlm
     from tnlm import interp
 
@@ -103,14 +96,14 @@ def _validation_curve(folder: Path) -> tuple[list[int], list[float]]:
 
 
 def _step_ratio(curves: dict[str, tuple[list[int], list[float]]]) -> float:
-    """First steps at which the two curves reach the higher of the two final losses, tensor model over baseline."""
+    """Steps to the higher of the two final losses, of the tensor model divided by those of the baseline."""
     level = max(losses[-1] for _, losses in curves.values())
     tensor, baseline = (_first_step(*curves[name], level) for name in ARMS)
     return tensor / baseline
 
 
 def _first_step(steps: list[int], losses: list[float], level: float) -> float:
-    """Linear between validations."""
+    """Step at which a curve first reaches a loss, interpolated linearly between validations."""
     for i in range(1, len(steps)):
         if losses[i] <= level:
             share = (losses[i - 1] - level) / (losses[i - 1] - losses[i])

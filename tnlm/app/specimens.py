@@ -1,7 +1,4 @@
-"""What the notebooks start from: a model by name, its tokenizer, and text that it was not trained on.
-
-With ``tnlm.app.cli`` and ``tnlm.app.demo`` this is the application layer: it may import training and interp.
-"""
+"""Models for the notebooks: each by name, with its tokenizer and text that it was not trained on."""
 
 import os
 import tempfile
@@ -19,12 +16,12 @@ if TYPE_CHECKING:
     from tnlm.transformer import Transformer
 
 TINY = "TNLM_NOTEBOOK_TINY"
-"""Environment variable: with ``1`` every preset is trained at a size that takes a second."""
+"""Environment variable; if it is ``1``, presets are trained at a size that takes one second."""
 
 
 @dataclass(frozen=True, eq=False)
 class Specimen:
-    """A model and what to read it on."""
+    """A model, its tokenizer and held-out tokens."""
 
     model: "Transformer"
     tokens: "Tensor"
@@ -33,12 +30,12 @@ class Specimen:
 
 
 def get(name: str = "nano", *, rows: int = 32, seq: int = 128) -> Specimen:
-    """A model with held-out text: the last tenth of the documents that every Python carries.
+    """A model with held-out text: the last tenth of the documentation that comes with Python.
 
     Args:
         name: ``nano`` or ``nano-pure``, trained on the first nine tenths when first asked for (about two CPU-minutes;
-            kept in ``runs/``), or whatever :func:`tnlm.load` takes: a run folder, the short name of a released model.
-        rows, seq: Windows of the text, and their length, at most the model's ``n_ctx``.
+            kept in ``runs/``), or a name or path for :func:`tnlm.load`, such as a run folder or a released model.
+        rows, seq: Number of windows of the text, and their length, which is cut to the model's ``n_ctx``.
 
     Raises:
         ValueError: Nothing is found under the name, or the text holds fewer windows.
@@ -65,7 +62,7 @@ def get(name: str = "nano", *, rows: int = 32, seq: int = 128) -> Specimen:
 def training_config(
     name: str, *, mlp: MLPKind | None = None, attention: AttentionKind | None = None, seed: int = 0
 ) -> "TrainConfig":
-    """A preset as the notebooks train it; two layers, 32 wide, 60 steps under ``TNLM_NOTEBOOK_TINY=1``."""
+    """The configuration of a preset for the notebooks; tiny (60 steps) if ``TNLM_NOTEBOOK_TINY=1``."""
     from tnlm.training.presets import preset
 
     config = preset(name, mlp=mlp, attention=attention).replace(seed=seed, sample_tokens=0)
@@ -76,7 +73,7 @@ def training_config(
 
 
 def _trained(config: "TrainConfig") -> "tuple[Transformer, Tokenizer]":
-    """The finished run in its folder, trained if need be; tiny ones leave nothing behind."""
+    """Model and tokenizer of a run, trained if its folder is not finished; tiny runs use a temporary folder."""
     from tnlm.checkpoints.checkpoint import load
     from tnlm.text.default_tokenizer import find_tokenizer
     from tnlm.training.run.loop import train
@@ -89,7 +86,7 @@ def _trained(config: "TrainConfig") -> "tuple[Transformer, Tokenizer]":
 
 
 def _held_out(tokenizer: "Tokenizer", count: int) -> list[int]:
-    """At least ``count`` ids of the validation documents, each after the end-of-text id, if there are so many."""
+    """At least ``count`` ids of the validation documents, or all; each document follows the end-of-text id."""
     from tnlm.training.data.corpus import embedded_corpus
 
     before = [] if tokenizer.eot is None else [tokenizer.eot]

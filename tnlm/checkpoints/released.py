@@ -51,6 +51,7 @@ class Released:
 
     @property
     def n_params(self) -> int:
+        """Number of parameters of the recorded architecture."""
         return self.config.n_params
 
     def check(self, config: ModelConfig, *, label: str) -> None:

@@ -1,1 +1,1 @@
-"""What all commands share: flags, tables, progress lines, pages, and files that are written whole or not at all."""
+"""Code that all commands share: flags, tables, exit codes, progress, HTML pages, and atomic files."""

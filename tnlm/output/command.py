@@ -1,4 +1,4 @@
-"""What ``tnlm`` and ``tnlm-train`` share: common flags, loading, tables, how a command ends. Imports no torch."""
+"""Base of the commands of ``tnlm`` and ``tnlm-train``: flags, model loading, tables, exit. Imports no torch."""
 
 import json as jsonlib
 import os
@@ -13,28 +13,37 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import tyro
 
 import tnlm
+from tnlm.output.exit_codes import ExitCode, exit_code_of
 
 if TYPE_CHECKING:
     from tnlm.transformer import Transformer
 
 
-INTERRUPTED, UNREAD = 130, 141
-"""Exit codes, 128 + the number of a signal: SIGINT, and SIGPIPE when whoever read the output has left."""
+def guarded(program: str, run: Callable[[], int], *, os_error: ExitCode = ExitCode.USAGE) -> int:
+    """Run a program and return its exit code; an expected error becomes one line on stderr.
 
-
-def guarded(program: str, run: Callable[[], int]) -> int:
-    """The exit code of ``run()``; Ctrl-C is one line, and a reader that left (``| head``) is no error."""
+    Args:
+        os_error: As for :func:`tnlm.output.exit_codes.exit_code_of`.
+    """
     try:
-        return run()
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Python flushes once more at exit, and would complain there
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            os.dup2(nowhere, stream.fileno())
-        return UNREAD
+        try:
+            return run()
+        except SystemExit as stop:  # tyro has printed the help, or named a wrong flag
+            print_record()
+            return stop.code if isinstance(stop.code, int) else ExitCode.USAGE
+    except (Exception, KeyboardInterrupt) as error:
+        code = exit_code_of(error, os_error=os_error)
+        if code is None:
+            raise
+        if code == ExitCode.UNREAD:
+            # Python flushes both streams once more at exit, and would report the closed pipe there
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                os.dup2(nowhere, stream.fileno())
+        else:
+            message = "interrupted" if isinstance(error, KeyboardInterrupt) else error
+            print(f"{program}: {message}", file=sys.stderr)
+        return code
 
 
 REPORTED = (
@@ -45,7 +54,10 @@ REPORTED = (
 
 
 def versions() -> dict[str, Any]:
-    """What is installed, as a bug report needs it; null where a package is absent. Read without importing any."""
+    """Versions of this package, Python, the system and :data:`REPORTED`, for bug reports; None for a missing package.
+
+    No package is imported to find its version.
+    """
     packages: dict[str, str | None] = {}
     for name in REPORTED:
         try:
@@ -62,7 +74,7 @@ def versions() -> dict[str, Any]:
 
 
 def print_version(program: str, argv: Sequence[str] | None) -> bool:
-    """Answer ``--version``, as one JSON record with ``--json``; False if the arguments ask for something else."""
+    """If the arguments are ``--version``, print it (a JSON record with ``--json``) and return True; else False."""
     arguments = sys.argv[1:] if argv is None else argv
     if "--version" not in arguments or not {*arguments} <= {"--version", "--json"}:
         return False
@@ -73,7 +85,7 @@ def print_version(program: str, argv: Sequence[str] | None) -> bool:
 
 
 def print_record(record: dict[str, Any] | None = None) -> None:
-    """Print a record as one line of JSON, and bring all of stdout out, so that a full disk is noticed here."""
+    """Print a record as one line of JSON, and flush stdout, so that an error of writing it is raised here."""
     if record is not None:
         print(jsonlib.dumps(record))
     if sys.stdout is not None:
@@ -81,7 +93,7 @@ def print_record(record: dict[str, Any] | None = None) -> None:
 
 
 def without_none(made: type) -> type:
-    """Class decorator, below ``@dataclass``: in the help, what may be left out is not called ``None``."""
+    """Class decorator, below ``@dataclass``, that leaves ``None`` out of the help of optional flags."""
     for name, kind in made.__annotations__.items():
         bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
         others = [option for option in get_args(bare) if option is not NoneType]
@@ -95,7 +107,7 @@ def without_none(made: type) -> type:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What every command takes."""
+    """Base of all commands: a dataclass whose fields are flags, run by :meth:`execute`."""
 
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON record instead of tables."""
@@ -104,10 +116,11 @@ class Command:
         without_none(cls)
 
     def execute(self) -> dict[str, Any] | None:
+        """Run the command; returns its JSON record."""
         raise NotImplementedError
 
     def show(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> None:
-        """A table for people; silent under ``--json``."""
+        """Print a table, unless ``--json`` is given."""
         if self.json:
             return
         from rich.console import Console
@@ -119,12 +132,12 @@ class Command:
         for row in rows:
             table.add_row(*(_cell(value) for value in row))
         console = Console(markup=False, emoji=False, highlight=False)
-        with console.capture() as text:  # printed by us: rich would end the process when the reader has left
+        with console.capture() as text:  # printed below, because rich ends the process when stdout is closed
             console.print(table)
         print(text.get(), end="")
 
     def say(self, text: str, *, on_stderr: bool = False) -> None:
-        """A line for people, as it is; silent under ``--json``."""
+        """Print a line of text, unless ``--json`` is given."""
         if not self.json:
             print(text, file=sys.stderr if on_stderr else sys.stdout)
 
@@ -167,11 +180,12 @@ class TextCommand(ModelCommand):
     """checkpoint keeps the stored mixture of bf16 and float32."""
 
     def load(self) -> "Transformer":
+        """Load the model, in the dtype and on the device of the flags."""
         return load_model(self, dtype=self.dtype, device=self.device)
 
 
 def load_model(command: ModelCommand, *, dtype: str, device: str = "cpu") -> "Transformer":
-    """:func:`tnlm.load` of a command's model, with the dtype by name; says that it is loading when that takes long."""
+    """Load the model of a command, with the dtype by name; prints a line on stderr if it takes long."""
     import torch
 
     from tnlm.checkpoints.checkpoint import load

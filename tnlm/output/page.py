@@ -1,4 +1,4 @@
-"""One self-contained HTML page of text, tables and figures: usable offline, readable in light and dark."""
+"""One self-contained HTML page of text, tables and figures, for light and dark, that works offline."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ FIGURE_LAYOUT: dict[str, Any] = {
     "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#7f7f7f", "activecolor": "#3b7dd8"},
     "colorway": ["#3b7dd8", "#e0803a", "#3fa66b", "#c8508f", "#8a6fd1", "#2fa5b5", "#b09a2f"],
 }
-"""Layout of every figure: transparent, with a grey that can be read on white and on black."""
+"""Layout of every figure: transparent, with a grey that is readable on white and on black."""
 
 AXIS: dict[str, Any] = {
     "gridcolor": "rgba(127,127,127,0.25)",
@@ -24,13 +24,13 @@ AXIS: dict[str, Any] = {
     "automargin": True,
     "title_standoff": 12,
 }
-"""Style of every axis; titles keep clear of the ticks' labels."""
+"""Style of every axis; titles do not overlap the labels of the ticks."""
 
 FIGURE_STYLE = """
 .figure { overflow-x: auto; }
 .js-plotly-plot text:not(.hoverlayer text) { fill: CanvasText !important; }
 """
-"""Style of figures on our pages: their text in the page's colour, which one grey cannot give in light and in dark."""
+"""CSS of figures on our pages: their text takes the colour of the page, which differs between light and dark."""
 
 _STYLE = """
 :root { color-scheme: light dark; --line: rgba(127,127,127,.35); }
@@ -46,7 +46,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 
 
 class Page:
-    """Collects parts in order; ``write`` puts them into one file with plotly's script embedded once."""
+    """An HTML page made of parts in the order they are added; plotly's script is embedded once."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -54,29 +54,31 @@ class Page:
         self._has_script = False
 
     def heading(self, text: str) -> None:
+        """Add a heading."""
         self._parts.append(f"<h2>{html.escape(text)}</h2>")
 
     def text(self, text: str, *, note: bool = False) -> None:
-        """One paragraph of plain text."""
+        """Add a paragraph of plain text; a note is pale."""
         self._parts.append(f'<p class="note">{html.escape(text)}</p>' if note else f"<p>{html.escape(text)}</p>")
 
     def code(self, text: str) -> None:
+        """Add text in a fixed-width font, with its line breaks."""
         self._parts.append(f"<pre>{html.escape(text)}</pre>")
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Numbers are right-aligned, floats given with four significant digits."""
+        """Add a table; numbers are right-aligned, floats have four significant digits."""
         head = "".join(f"<th>{html.escape(h)}</th>" for h in header)
         body = "".join(f"<tr>{''.join(_cell(value) for value in row)}</tr>" for row in rows)
         self._parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
 
     def figure(self, figure: Any) -> None:
-        """A plotly ``Figure``."""
+        """Add a plotly ``Figure``."""
         body = figure.to_html(full_html=False, include_plotlyjs=not self._has_script, config={"displaylogo": False})
         self._has_script = True
         self._parts.append(f'<div class="figure">{body}</div>')
 
     def render(self) -> str:
-        """The whole document."""
+        """Text of the whole HTML document."""
         head = (
             f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
             f'<title>{html.escape(self.title)}</title><link rel="icon" href="data:,">'
@@ -85,7 +87,7 @@ class Page:
         return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(self._parts)}</body></html>\n'
 
     def write(self, path: str | Path) -> Path:
-        """Write the page, atomically, making the folder it stands in."""
+        """Write the page atomically, creating its folder; returns the path."""
         path = Path(path)
         write_atomically(path, self.render())
         return path

@@ -1,4 +1,4 @@
-"""Which tokenizer belongs to a model, and prompts and single tokens as its ids. Imports no torch."""
+"""Finds the tokenizer of a model, and encodes prompts and single tokens. Imports no torch."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,30 +10,30 @@ if TYPE_CHECKING:
     from tnlm.transformer import Transformer
 
 BY_SIZE = {50257: "gpt2", 256: "bytes"}
-"""Tokenizers that the number of ids names, for models saved without one."""
+"""Default tokenizers by number of ids, for models saved without one."""
 
 
 def source_of(model: "Transformer") -> dict[str, Any]:
     """Where the weights came from, as :func:`tnlm.load` records it; empty for a model made in memory."""
-    return model.__dict__.get("source", {})
+    return dict(model.source or {})
 
 
 def folders_of(model: "Transformer") -> list[Path]:
-    """The folder of local weights, and the two above it: a checkpoint lies in ``run/checkpoints/step``."""
+    """The folder of local weights and the two above it, because a checkpoint lies in ``run/checkpoints/step``."""
     path = source_of(model).get("path")
     return [] if path is None else [Path(path), *Path(path).parents[:2]]
 
 
 def saved_tokenizer(model: "Transformer") -> Tokenizer | None:
-    """The tokenizer that lies beside the weights, or in the run folder above them."""
+    """The tokenizer saved beside the weights or in the run folder above them; None if there is none."""
     return next((Tokenizer.load(folder) for folder in folders_of(model) if (folder / FILE_NAME).is_file()), None)
 
 
 def find_tokenizer(model: "Transformer", name: str | None = None) -> Tokenizer:
-    """The one named, else the one saved with the model, else by the number of ids.
+    """The tokenizer of a model: the one with this name or path, else the one saved with it, else by number of ids.
 
     Raises:
-        ValueError: There is none, or it has another vocabulary than the model.
+        ValueError: There is none, or its vocabulary is not that of the model.
     """
     used = model.config.d_vocab_used
     if name is not None:
@@ -52,7 +52,7 @@ def find_tokenizer(model: "Transformer", name: str | None = None) -> Tokenizer:
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a prompt: all its text is plain, nothing is prepended; the empty one is the end-of-text id alone.
+    """Ids of a prompt. Special text is read as plain text and nothing is prepended; an empty prompt is end-of-text.
 
     Raises:
         ValueError: The prompt is empty and the tokenizer has no such id.
@@ -65,10 +65,10 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def one_token(name: str, text: str, tokenizer: Tokenizer) -> int:
-    """The id of a text that is exactly one token; ``name`` is what errors call it.
+    """The id of a text that is exactly one token; ``name`` is its name in errors.
 
     Raises:
-        ValueError: It is none or several; the message shows the pieces.
+        ValueError: The text is no token or several; shows them.
     """
     ids = tokenizer.encode(text)
     if len(ids) != 1:

@@ -1,4 +1,4 @@
-"""Cross-entropy of a model on tokens, with every token accounted for."""
+"""Cross-entropy of a model on tokens, each of which is predicted exactly once."""
 
 import math
 import warnings
@@ -17,7 +17,7 @@ from tnlm.text.tokenizer import Tokenizer
 from tnlm.transformer import Transformer
 
 LONG = 512
-"""Positions up to which the released model with two query-key pairs predicts well."""
+"""Largest number of positions on which the released models with bilinear attention predict well."""
 
 
 class NonFiniteLoss(ValueError):
@@ -36,21 +36,22 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What :func:`cross_entropy` measured."""
+    """Result of :func:`cross_entropy`."""
 
     loss: float
     """Nats per predicted token: the sum over all of them, divided by their number."""
     standard_error: float | None
-    """Of ``loss``, from the spread between rows; None with a single row."""
+    """Standard error of ``loss``, from the differences between rows; None for a single row."""
     tokens: int
     """Predicted tokens."""
     rows: int
     seq: int
     buckets: tuple[Bucket, ...]
     bits_per_byte: float | None
-    """``loss / ln 2 * tokens / bytes``, comparable between tokenizers; None when the bytes are not known."""
+    """``loss / ln 2 * tokens / bytes``, comparable between tokenizers; None if the bytes are not known."""
 
     def to_dict(self) -> dict[str, Any]:
+        """All values as JSON data."""
         return asdict(self)
 
 
@@ -65,19 +66,19 @@ def cross_entropy(
     byte_lengths: Sequence[int] | None = None,
     progress: bool = False,
 ) -> Evaluation:
-    """Mean next-token loss, over all ``d_vocab`` columns, in windows of ``seq``.
+    """Mean next-token loss of a model on tokens, over all ``d_vocab`` logits, in windows of ``seq`` tokens.
 
-    A flat stream is cut into windows that share one token: row r reads ``tokens[r seq : (r + 1) seq]``, so every token
-    but the first is predicted exactly once; the last window may be shorter. Of a matrix each row is a window, its last
-    token only predicted. Sums are float64.
+    A flat stream is cut into windows: row r reads ``tokens[r seq : (r + 1) seq]`` and predicts each next token, so that
+    every token but the first is predicted exactly once; the last window may be shorter. Each row of a matrix is a
+    window, whose last token is only predicted. Sums are in float64.
 
     Args:
         tokens: int64 or int32 ids below ``d_vocab_used``, on any device.
-        seq: Window of a stream, default ``n_ctx`` or the stream if shorter; for a matrix it follows from the shape.
-        rows: Use only the first so many.
+        seq: Window of a stream; None is ``n_ctx``, or the whole stream if that is shorter. A matrix has its own.
+        rows: Number of windows to use, from the first; None uses all.
         batch_size: Rows per forward.
         byte_lengths: Bytes of each id (:func:`byte_lengths`), to report bits per byte.
-        progress: Show progress on stderr beyond two seconds.
+        progress: Show progress on stderr after two seconds.
 
     Raises:
         ValueError: Nothing to predict, a value out of range, an id not below ``d_vocab_used``, or a loss that is NaN
@@ -94,14 +95,78 @@ def cross_entropy(
             f"byte_lengths must cover d_vocab_used={model.config.d_vocab_used} ids, got {len(byte_lengths)}; "
             "is this the model's tokenizer?"
         )
-    device = model.unembed.w_u.device
     width = len(windows[0]) - 1
     if message := long_context_warning(model.config, width):
         warnings.warn(message, UserWarning, stacklevel=2)
 
+    sums = _sum_losses(model, windows, batch_size=batch_size, byte_lengths=byte_lengths, progress=progress)
+    total = sum(sums.row_counts)
+    loss = sum(sums.rows) / total
+    at_position = [sum(n > p for n in sums.row_counts) for p in range(width)]
+    return Evaluation(
+        loss=loss,
+        standard_error=_standard_error(sums.rows, sums.row_counts),
+        tokens=total,
+        rows=len(sums.rows),
+        seq=width,
+        buckets=position_buckets(sums.positions, at_position),
+        bits_per_byte=loss / math.log(2) * total / sums.n_bytes if sums.n_bytes else None,
+    )
+
+
+def token_losses(
+    logits: Float[Tensor, "batch seq d_vocab"], targets: Int[Tensor, "batch seq"]
+) -> Float[Tensor, "batch seq"]:
+    """``-log softmax(logits)[target]`` in nats, in float32 or wider."""
+    wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+
+
+def byte_lengths(tokenizer: Tokenizer) -> list[int]:
+    """Number of bytes of the text of each id; 0 for the end-of-text id."""
+    return [0 if i == tokenizer.eot else len(tokenizer.token_bytes(i)) for i in range(tokenizer.d_vocab)]
+
+
+def long_context_warning(config: ModelConfig, seq: int) -> str | None:
+    """Text of a warning if a model predicts badly in windows of ``seq`` tokens, see :data:`LONG`; else None."""
+    released = config.has_final_norm and config.qk_norm and config.x0_mixing and config.value_residual
+    if seq <= LONG or config.attention != "bilinear" or not released:
+        return None
+    return (
+        f"released models with bilinear attention predict badly beyond position {LONG}, got windows of {seq} tokens; "
+        f"compare the buckets, or evaluate with seq={LONG}"
+    )
+
+
+@dataclass(frozen=True)
+class _LossSums:
+    """Sums of losses over rows and over positions, in nats."""
+
+    rows: list[float]
+    row_counts: list[int]
+    """Predicted tokens of each row."""
+    positions: list[float]
+    n_bytes: int
+    """Bytes of all predicted tokens; 0 if their lengths are not known."""
+
+
+def _sum_losses(
+    model: Transformer,
+    windows: list[Tensor],
+    *,
+    batch_size: int,
+    byte_lengths: Sequence[int] | None,
+    progress: bool,
+) -> _LossSums:
+    """Run the model on all windows and sum its losses in float64.
+
+    Raises:
+        NonFiniteLoss: A loss is NaN or infinite; names its row.
+    """
+    device = model.unembed.w_u.device
     row_sums: list[float] = []
     row_counts: list[int] = []
-    by_position = torch.zeros(width, dtype=torch.float64, device="cpu")
+    by_position = torch.zeros(len(windows[0]) - 1, dtype=torch.float64, device="cpu")
     n_bytes = 0
     for batch in track(_batches(windows, batch_size), "evaluating", enabled=progress):
         stacked = torch.stack(batch).long()
@@ -118,47 +183,11 @@ def cross_entropy(
         by_position[: losses.shape[1]] += losses.sum(0)
         if byte_lengths is not None:
             n_bytes += int(torch.tensor(byte_lengths, device=targets.device)[targets].sum())
-
-    total = sum(row_counts)
-    loss = sum(row_sums) / total
-    at_position = [sum(n > p for n in row_counts) for p in range(width)]
-    return Evaluation(
-        loss=loss,
-        standard_error=_standard_error(row_sums, row_counts),
-        tokens=total,
-        rows=len(row_sums),
-        seq=width,
-        buckets=position_buckets(by_position.tolist(), at_position),
-        bits_per_byte=loss / math.log(2) * total / n_bytes if n_bytes else None,
-    )
-
-
-def token_losses(
-    logits: Float[Tensor, "batch seq d_vocab"], targets: Int[Tensor, "batch seq"]
-) -> Float[Tensor, "batch seq"]:
-    """``-log softmax(logits)[target]`` in nats, in float32 or wider."""
-    wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-
-
-def byte_lengths(tokenizer: Tokenizer) -> list[int]:
-    """UTF-8 bytes that each id stands for; the end-of-text id is no text and counts 0."""
-    return [0 if i == tokenizer.eot else len(tokenizer.token_bytes(i)) for i in range(tokenizer.d_vocab)]
-
-
-def long_context_warning(config: ModelConfig, seq: int) -> str | None:
-    """What to say before windows of ``seq`` tokens, or None: see :data:`LONG`."""
-    released = config.has_final_norm and config.qk_norm and config.x0_mixing and config.value_residual
-    if seq <= LONG or config.attention != "bilinear" or not released:
-        return None
-    return (
-        f"released models with bilinear attention predict badly beyond position {LONG}, got windows of {seq} tokens; "
-        f"compare the buckets, or evaluate with seq={LONG}"
-    )
+    return _LossSums(row_sums, row_counts, by_position.tolist(), n_bytes)
 
 
 def _windows(tokens: Tensor, config: ModelConfig, *, seq: int | None, rows: int | None) -> list[Tensor]:
-    """Windows of ids, each one longer than what the model reads; all equally long but for the last."""
+    """Windows of ``seq + 1`` ids, of which the model reads all but the last; the last window may be shorter."""
     if rows is not None and rows < 1:
         raise ValueError(f"rows must be at least 1, or None for all, got {rows}")
     if tokens.ndim == 2:
@@ -202,14 +231,14 @@ def _check_ids(windows: list[Tensor], config: ModelConfig) -> None:
 
 
 def _batches(windows: list[Tensor], size: int) -> list[list[Tensor]]:
-    """Groups of at most ``size`` windows of one length: only the last may be shorter, and stands alone then."""
+    """Groups of at most ``size`` windows of one length; a shorter last window is a group of its own."""
     whole = [w for w in windows if len(w) == len(windows[0])]
     tail = windows[len(whole) :]
     return [whole[i : i + size] for i in range(0, len(whole), size)] + ([tail] if tail else [])
 
 
 def _standard_error(sums: list[float], counts: list[int]) -> float | None:
-    """Of ``sum(sums) / sum(counts)`` with rows as the unit: the usual one when all counts agree."""
+    """Standard error of ``sum(sums) / sum(counts)``, with rows as independent samples; None for a single row."""
     n = len(sums)
     if n < 2:
         return None
@@ -219,7 +248,7 @@ def _standard_error(sums: list[float], counts: list[int]) -> float | None:
 
 
 def position_buckets(sums: list[float], counts: list[int]) -> tuple[Bucket, ...]:
-    """Mean loss of positions 0..63, then doubling: 64..127, 128..255, ...; one sum and count per position."""
+    """Mean losses of the positions 0..63, 64..127, 128..255 and so on, from one sum and count per position."""
     buckets, start, stop = [], 0, 64
     while start < len(sums):
         stop = min(stop, len(sums))

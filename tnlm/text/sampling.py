@@ -1,4 +1,4 @@
-"""Continuing a prompt: greedy, temperature, top-k and top-p, keeping what earlier positions computed."""
+"""Generates text: greedy, or sampled with temperature, top-k and top-p; earlier positions are cached."""
 
 import math
 import operator
@@ -30,24 +30,24 @@ def generate(
     seed: int | None = None,
     cache: CacheKind = "auto",
 ) -> Int[Tensor, "batch longer"]:
-    """Sample a continuation of every row; all prompts of a batch have the same length.
+    """Continue every prompt of a batch; all prompts must have the same length.
 
-    Padding ids (``d_vocab_used`` and above) are never sampled. A hook on a named point sees only the new positions,
+    Padding ids (``d_vocab_used`` and above) are never sampled. Hooks on named points see only the new positions,
     unless ``cache="none"``.
 
     Args:
-        tokens: Prompts, at least one token each. None is prepended: pass the end-of-text id yourself.
+        tokens: Prompts of at least one token. No end-of-text id is prepended: add it yourself if it is wanted.
         max_new_tokens: 0 returns the prompts; prompt and continuation together must fit ``n_ctx``.
-        temperature: Divides the logits; 0 takes the most probable token, whatever the three options below.
+        temperature: Divides the logits; 0 takes the most probable token and ignores ``top_k``, ``top_p`` and ``seed``.
         top_k: Keep the ``top_k`` most probable tokens; a value above the vocabulary keeps all, None is off.
-        top_p: Then keep the smallest set of tokens whose probability reaches ``top_p``; 1 and None keep all.
+        top_p: Of these, keep the smallest set of tokens whose probability reaches ``top_p``; 1 and None keep all.
         stop: A row ends after one of these ids; generation ends when every row has. Ids in the prompt do not count.
-        pad: What fills a row after its end; None repeats the id that ended it. Prompts must not begin with it.
+        pad: Id that fills a row after its end; None repeats the id that ended it. Prompts must not begin with it.
         seed: Makes the draws reproducible without touching torch's global generator, which None draws from.
-        cache: ``kv`` keeps keys and values; ``recurrent`` a state of constant size (bilinear and squared attention);
-            ``none`` runs the whole sequence for every token. ``auto`` takes the state once it holds fewer numbers than
-            the keys and values of the full length would (above 5,461 tokens at ``d_qk = d_head = 128``, 85 at 16), else
-            ``kv``. All give the same logits up to rounding.
+        cache: ``kv`` keeps keys and values; ``recurrent`` keeps a state of constant size (bilinear and squared
+            attention); ``none`` runs the whole sequence for every token. ``auto`` is ``recurrent`` if its state holds
+            fewer numbers than the keys and values of the full length (above 5,461 tokens at ``d_qk = d_head = 128``,
+            85 at 16), else ``kv``. All give the same logits up to rounding.
 
     Returns:
         int64 ``(batch, seq + new)``, prompts included, on the device of ``tokens``; ``new`` is below
@@ -90,7 +90,7 @@ def probabilities(
     top_k: int | None = None,
     top_p: float | int | None = None,
 ) -> Float[Tensor, "... d_vocab"]:
-    """The distribution that :func:`generate` draws from: temperature, then top-k, then top-p; float64.
+    """Probabilities in float64 from which :func:`generate` draws: temperature, then top-k, then top-p.
 
     A temperature of 0 puts everything on the largest logit, the first of equal ones.
     """
@@ -118,7 +118,7 @@ def _draw(
     top_p: float | int | None,
     generator: torch.Generator | None,
 ) -> Int[Tensor, " batch"]:
-    """One id per row, drawn on the CPU so that a seed means the same on every device."""
+    """One id per row, drawn on the CPU so that a seed gives the same ids on every device."""
     logits = logits.cpu()
     largest = logits.amax(-1)
     if not largest.isfinite().all():
@@ -208,7 +208,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _is_integer(value: object) -> bool:
-    """Whether ``value`` is an integer of any library, but no bool."""
+    """Whether ``value`` is an integer, of Python or a library such as numpy, and no bool."""
     return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
 
 

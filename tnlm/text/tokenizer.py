@@ -1,12 +1,12 @@
-"""Text to ids and back: GPT-2 byte pairs, plain bytes, or a small byte-pair vocabulary of one's own.
+"""Tokenizers: text to ids and back, by GPT-2 byte pairs, plain bytes, or a small trained byte-pair vocabulary.
 
-Every tokenizer here is a list of byte strings, one per id, lowest rank merged first (tiktoken's form of
-byte-pair encoding after GPT-2's split of the text into words). The rules, one for training, generation and
-interpretation:
+Every tokenizer is a list of byte strings, one per id; text is split into words as in GPT-2, and the pair with the
+lowest id is merged first (tiktoken's form of byte-pair encoding). Training, generation and interpretation follow these
+rules:
 
 - **Special text.** ``encode`` reads all text as plain text: the literal ``<|endoftext|>`` in a web page
   becomes ordinary tokens, as in the published data. Only ``allow_special=True`` turns it into the id ``eot``.
-- **BOS.** None is ever added. In training data ``eot`` *precedes* each document and windows start anywhere.
+- **BOS.** None is ever added. In training data ``eot`` stands before each document, and windows start anywhere.
 - **Unicode.** Surrogate pairs are joined, a lone surrogate becomes U+FFFD (it has no UTF-8 form); everything
   else decodes back exactly. A character split over several tokens decodes only when all of them are given.
 - **Ids.** Integers in ``[0, d_vocab)``; the padding ids of a model (50257..50303 for GPT-2) are refused.
@@ -50,7 +50,7 @@ class Tokenizer:
     """Byte-pair tokenizer over a fixed list of tokens; immutable.
 
     Args:
-        name: What runs and model folders record, e.g. ``gpt2``, ``bytes``, ``bpe1024``.
+        name: Name recorded in runs and model folders, e.g. ``gpt2``, ``bytes``, ``bpe1024``.
         tokens: The bytes of each id, in rank order; every single byte must occur.
         eot: Whether an end-of-text id follows the tokens, as 50256 does in GPT-2.
     """
@@ -79,7 +79,7 @@ class Tokenizer:
 
     @cached_property
     def hash(self) -> str:
-        """sha256 over each token's length and bytes, then the end-of-text flag: equal hash, equal ids."""
+        """sha256 of the vocabulary (length and bytes of each token, end-of-text flag): equal hashes give equal ids."""
         digest = hashlib.sha256()
         for token in self._tokens:
             digest.update(len(token).to_bytes(4, "little") + token)
@@ -113,11 +113,11 @@ class Tokenizer:
         return b"".join(self._bytes_of(ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one id stands for, exactly; the end-of-text id gives ``b"<|endoftext|>"``."""
+        """The exact bytes of one id; those of the end-of-text id are ``b"<|endoftext|>"``."""
         return next(self._bytes_of([token_id]))
 
     def quoted(self, token_id: int) -> str:
-        """One token for people, as Python writes it: ``' the'``; part of a character as bytes, ``b'\\xe2\\x80'``."""
+        """One token as a Python literal: ``' the'``; part of a character as bytes, ``b'\\xe2\\x80'``."""
         data = self.token_bytes(token_id)
         try:
             return repr(data.decode("utf-8"))
@@ -129,7 +129,7 @@ class Tokenizer:
             yield EOT_TEXT.encode() if token_id == self.eot else self._tokens[token_id]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for ``from_dict``: GPT-2 and bytes by name, a trained vocabulary written out."""
+        """JSON data for ``from_dict``: GPT-2 and bytes by name, a trained vocabulary with all its tokens."""
         data: dict[str, Any] = {"name": self.name, "hash": self.hash}
         if self.name not in ("gpt2", "bytes"):
             data["eot"] = self.eot is not None
@@ -159,7 +159,7 @@ class Tokenizer:
         """Read what ``save`` wrote; ``folder`` may also be the file itself."""
         path = Path(folder)
         if path.is_dir():
-            # a save that was killed after its commit is read where it lies
+            # files of a committed save that was killed before it moved them
             path = next((p for p in (path / SAVED / FILE_NAME, path / FILE_NAME) if p.is_file()), path / FILE_NAME)
         if not path.is_file():
             raise ValueError(f"no tokenizer in {Path(folder)}: {FILE_NAME} is missing")
@@ -259,7 +259,7 @@ def train_bpe(texts: Iterable[str], d_vocab: int) -> Tokenizer:
 
 
 def _printable_bytes() -> dict[str, int]:
-    """GPT-2 writes bytes as characters: printable Latin-1 as itself, the rest as 256, 257, ..., in order."""
+    """Byte of each character in GPT-2's files: printable Latin-1 is itself, other bytes are 256, 257, ... in order."""
     printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
@@ -322,7 +322,7 @@ def _find_gpt2() -> Tokenizer:
 
 
 def _tiktoken_cache() -> Path:
-    """Where tiktoken 0.14 keeps its files; each is named by the sha1 of its URL."""
+    """Cache folder of tiktoken 0.14, where files are named by the sha1 of their URL."""
     for variable in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
         if os.environ.get(variable):
             return Path(os.environ[variable])

@@ -8,45 +8,40 @@ Progress goes to stderr, the last line of stdout is one JSON record, rank 0's un
 - 3: training diverged: a loss or gradient was not finite
 - 4: the disk refused a write (full, read-only); older checkpoints are untouched
 - 130: SIGINT; in training a complete checkpoint was saved, and the same command resumes
-- 141: whoever read the output has left (``| head``)
+- 141: the reader of the output has left (``| head``)
 - 143: SIGTERM, as SIGINT; under torchrun the launcher's exit code is 1 in every case but 0
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import tyro
 
 from tnlm.output.command import guarded, print_record, print_version
+from tnlm.output.exit_codes import ExitCode
 from tnlm.training import commands
 from tnlm.training.config import TrainConfig
 from tnlm.training.presets import PRESETS
-from tnlm.training.run.outcomes import Diverged, Interrupted
-
-OK, FAILED, USAGE, DIVERGED, DISK = 0, 1, 2, 3, 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return guarded("tnlm-train", lambda: _run(argv))
+    return guarded("tnlm-train", lambda: _run(argv), os_error=ExitCode.DISK)
 
 
 def _run(argv: Sequence[str] | None) -> int:
     if print_version("tnlm-train", argv):
-        return OK
-    try:
-        command: Any = tyro.cli(
-            _commands(_named_preset(argv)),
-            prog="tnlm-train",
-            description="Train and compare tensor-network language models. --version [--json] tells what is installed.",
-            args=argv,
-        )
-    except SystemExit as stop:
-        print_record()
-        return stop.code if isinstance(stop.code, int) else USAGE
-    return _execute(command.execute, usage=FAILED if isinstance(command, commands.DataCheck) else USAGE)
+        return ExitCode.DONE
+    command: Any = tyro.cli(
+        _commands(_named_preset(argv)),
+        prog="tnlm-train",
+        description="Train and compare tensor-network language models. --version [--json] tells what is installed.",
+        args=argv,
+    )
+    print_record(command.execute())
+    return ExitCode.DONE
 
 
 def _commands(shown: TrainConfig) -> Any:
@@ -66,27 +61,6 @@ def _named_preset(argv: Sequence[str] | None) -> TrainConfig:
     parser.add_argument("--preset", nargs="?")
     name = parser.parse_known_args(argv)[0].preset
     return PRESETS.get(name, PRESETS["nano"])()
-
-
-def _execute(execute: Callable[[], dict[str, Any] | None], *, usage: int) -> int:
-    try:
-        print_record(execute())
-    except BrokenPipeError:
-        raise
-    except ValueError as error:
-        return _fail(str(error), usage)
-    except Diverged as error:
-        return _fail(str(error), DIVERGED)
-    except Interrupted as error:
-        return _fail(str(error), 128 + error.number)
-    except OSError as error:
-        return _fail(str(error), DISK)
-    return OK
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"tnlm-train: {message}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import tyro
 
 from tnlm.config import ModelConfig
 from tnlm.output.command import Command
+from tnlm.output.exit_codes import CheckFailed
 from tnlm.output.progress import announce
 from tnlm.training.config import OPERATIONAL, TrainConfig, read_json
 from tnlm.training.flags import flags_of
@@ -80,11 +81,11 @@ class Run(Command):
 def run_command(shown: TrainConfig) -> Any:
     """The command ``run`` for tyro, with a flag for each field; the help shows the values of ``shown`` as defaults."""
     own = {name: value for name, value in vars(shown).items() if name not in ("preset", "model")}
-    aliases = {"mlp": ["--mlp"], "attention": ["--attention"]}
+    aliases = {"mlp": ("--mlp",), "attention": ("--attention",)}
     return dataclasses.make_dataclass(
         "Run",
         [
-            ("training", tyro.conf.OmitArgPrefixes[flags_of(TrainConfig, own)], field(default_factory=dict)),
+            ("training", Annotated[flags_of(TrainConfig, own), tyro.conf.OmitArgPrefixes], field(default_factory=dict)),
             ("model", flags_of(ModelConfig, vars(shown.model), aliases=aliases), field(default_factory=dict)),
         ],
         bases=(Run,),
@@ -292,12 +293,15 @@ class DataCheck(Command):
     def execute(self) -> dict[str, Any]:
         from tnlm.training.data.shards import check_data
 
-        facts = check_data(
-            self.where,
-            d_vocab=self.d_vocab,
-            allow_truncated=self.allow_truncated,
-            progress=lambda r: print(f"{r.path}: {r.tokens:,} tokens, largest id {r.max_id}", file=sys.stderr),
-        )
+        try:
+            facts = check_data(
+                self.where,
+                d_vocab=self.d_vocab,
+                allow_truncated=self.allow_truncated,
+                progress=lambda r: print(f"{r.path}: {r.tokens:,} tokens, largest id {r.max_id}", file=sys.stderr),
+            )
+        except ValueError as error:
+            raise CheckFailed(str(error)) from error
         return {"command": "data check", **facts}
 
 

@@ -6,7 +6,7 @@ over one another. Imports no torch.
 
 import ast
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,9 @@ from typing import Annotated, Any, TypedDict, get_type_hints
 import tyro
 
 
-def flags_of(kind: type, defaults: Mapping[str, object], *, aliases: Mapping[str, Sequence[str]] | None = None) -> Any:
+def flags_of(
+    kind: type, defaults: Mapping[str, object], *, aliases: Mapping[str, tuple[str, ...]] | None = None
+) -> Any:
     """A type for ``tyro`` whose values are dicts of the flags that were given, by field name.
 
     Args:

@@ -17,6 +17,7 @@ ONE_ENCODER = {"relu": "relu", "gelu": "gelu"}
 
 
 def read_config(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
+    """The architecture, from the config and the shapes of the file."""
     fields = Fields(
         raw,
         source,

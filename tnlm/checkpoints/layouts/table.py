@@ -42,6 +42,7 @@ class Layout:
     block: str | None = None
 
     def recognises(self, keys: Sequence[str]) -> bool:
+        """Whether a state dict with these keys is in this layout."""
         return all(any(re.fullmatch(mark, key) for key in keys) for mark in self.marks)
 
 
@@ -153,6 +154,7 @@ class Fields:
         self.raw, self.source = raw, source
 
     def integer(self, key: str, default: int | None = None) -> int:
+        """An integer of at least 1."""
         value = self.raw.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{self.source}: {key} must be an integer >= 1, got {value!r}")
@@ -166,18 +168,21 @@ class Fields:
         return value
 
     def number(self, key: str, default: float) -> float:
+        """A number, as float."""
         value = self.raw.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{self.source}: {key} must be a number, got {value!r}")
         return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
+        """True or false."""
         value = self.raw.get(key, default)
         if not isinstance(value, bool):
             raise ValueError(f"{self.source}: {key} must be true or false, got {value!r}")
         return value
 
     def choice(self, key: str, allowed: Mapping[Any, Any], default: Any = None) -> Any:
+        """The value that ``allowed`` has for the one in the file, which must be one of its keys."""
         value = self.raw.get(key, default)
         if not isinstance(value, str | bool | None) or value not in allowed:
             raise ValueError(f"{self.source}: {key} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -30,6 +30,7 @@ ENERGY_EPS = 1e-6
 
 
 def read_two_layer(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
+    """The architecture of a two-layer model, from its config."""
     fields = Fields(
         raw,
         source,
@@ -118,6 +119,7 @@ def read_cycle(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: s
 
 
 def cycle_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> Table:
+    """Conversion table; the scales of the residual stream are folded into the weights."""
     table, left = _fold(_layers(_as_read(raw)), config)
     table.add("unembed.w_u", "head.weight", (config.d_vocab, config.d_model), scale(left))
     return table
@@ -220,6 +222,7 @@ def _fold(layers: Sequence[_Layer], config: ModelConfig) -> tuple[Table, float]:
 
 
 def read_toy(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: str | None) -> ModelConfig:
+    """The architecture of a toy transformer, from its config and the shapes of the file."""
     fields = Fields(
         raw,
         source,

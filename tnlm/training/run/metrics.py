@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tnlm.output.files import write_atomically
+from tnlm.output.progress import Bar, on_terminal
 
 PEAK_FLOPS: dict[str, float] = {
     "NVIDIA A100": 312e12,
@@ -161,27 +162,21 @@ class Tracking:
 
 
 class Progress:
-    """Progress on stderr: a bar on a terminal, elsewhere one plain line per log interval."""
+    """Progress of a run on stderr: a bar on a terminal, else one plain line per log interval."""
 
     def __init__(self, *, steps: int, start: int, enabled: bool) -> None:
         self.steps, self.enabled = steps, enabled
         self._bar = None
-        if enabled and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Bar(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task("", total=steps, completed=start)
-            self._bar.start()
+        if enabled and on_terminal():
+            self._bar = Bar(steps, done=start)
+            self._bar.show()
 
     def train(self, event: Mapping[str, Any], *, eta: float | None) -> None:
         speed = f"{_si(event['tok_s'])} tok/s" if event.get("tok_s") else ""
         use = f"mfu {event['mfu']:.0%}" if event.get("mfu") else ""
         if self._bar is not None:
             text = "  ".join(filter(None, (f"loss {event['loss']:.4f}", speed, use)))
-            self._bar.update(self._task, completed=event["step"], description=text)
+            self._bar.update(event["step"], text)
             return
         left = f"eta {clock(eta)}" if eta is not None else ""
         head = f"step {event['step']}/{self.steps}  loss {event['loss']:.4f}  lr {event['lr']:.2f}"
@@ -191,13 +186,13 @@ class Progress:
         if not self.enabled:
             return
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False)
+            self._bar.say(text)
         else:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.close()
 
 
 class Speed:

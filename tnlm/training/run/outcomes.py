@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tnlm.output.exit_codes import CommandError, ExitCode
+
 
 @dataclass(frozen=True)
 class Result:
@@ -24,16 +26,19 @@ class Result:
         return dataclasses.asdict(self) | {"folder": str(self.folder)}
 
 
-class Diverged(RuntimeError):
+class Diverged(CommandError, RuntimeError):
     """The loss or a gradient is not finite; nothing was saved since the last complete checkpoint."""
 
+    exit_code = ExitCode.DIVERGED
 
-class Interrupted(Exception):
+
+class Interrupted(CommandError):
     """A signal ended the run after a complete save; running the same command again resumes."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message, number)
         self.message, self.number = message, number
+        self.exit_code = 128 + number
 
     def __str__(self) -> str:
         return self.message
