@@ -27,7 +27,7 @@ CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
 """What ``torch.backends.cpu.get_cpu_capability`` says, from narrow to wide, on x86-64."""
 TWO_THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}  # the workers share the cores: no spinning
 QUICK_TESTS = ["tests/interp", "tests/test_attention.py", "tests/checkpoints/test_checkpoint_layouts.py"]
-QUICK_TESTS += [f"tests/training/{name}.py" for name in ("run/test_loop", "optim/test_muon", "run/test_trajectories")]
+QUICK_TESTS += [f"tests/training/{name}.py" for name in ("run/test_loop", "run/test_trajectories")]
 
 
 @dataclass(frozen=True)
