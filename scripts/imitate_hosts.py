@@ -2,7 +2,8 @@
 
 Environment variables make the libraries leave out instructions that this CPU has, and sum in other orders. Each
 comparison of ``tests/limits.py`` writes its error over its limit; the largest are printed, and any above 0.3 fails,
-since a host that is not imitated here may round a few times worse.
+since a host that is not imitated here may round a few times worse. The commands of ``tests/app`` are left out:
+they print what other tests compare.
 
 python scripts/imitate_hosts.py [--quick] [--at-most 0.3] [PYTEST ARGUMENT ...]
 """
@@ -26,7 +27,7 @@ CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
 """What ``torch.backends.cpu.get_cpu_capability`` says, from narrow to wide, on x86-64."""
 TWO_THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}  # the workers share the cores: no spinning
 QUICK_TESTS = ["tests/interp", "tests/test_attention.py", "tests/checkpoints/test_checkpoint_layouts.py"]
-QUICK_TESTS += [f"tests/training/{name}.py" for name in ("run/test_loop", "optim/test_muon", "run/test_trajectories")]
+QUICK_TESTS += [f"tests/training/{name}.py" for name in ("run/test_loop", "run/test_trajectories")]
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def run(host: Host, arguments: list[str]) -> tuple[int, Counter[str]]:
         margins = Path(folder) / "margins.jsonl"
         margins.touch()
         command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "8", "--dist", "loadfile"]
-        command += ["-m", "numeric and not slow and not gpu and not network", *arguments]
+        command += ["-m", "numeric and not slow and not gpu and not network", "--ignore=tests/app", *arguments]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **host.environment, "TNLM_MARGINS": str(margins)}
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         ratios: Counter[str] = Counter()

@@ -2,8 +2,8 @@
 
 The expressions are those of ``train_gpt2.py`` of loganriggs/modded-nanogpt at d5ce2de, one line each. Where ours is
 another order of the same numbers, the difference is bounded by the roundings of both. Rotary tables are compared bit
-for bit in ``test_rotary.py``; Newton-Schulz and the schedule in ``training/optim``, the order of the data in
-``training/data/test_stream.py``.
+for bit in ``test_rotary.py``; Newton-Schulz and the schedule in ``tests/training/optim``, the order of the data in
+``tests/training/data/test_stream.py``.
 """
 
 import math
