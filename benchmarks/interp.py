@@ -32,11 +32,17 @@ import torch
 import tnlm
 from tnlm import interp
 from tnlm.interp.layers.bilinear import BilinearTensor
-from tnlm.interp.layers.spectra import _DENSE_WIDTH, krylov, squared_norms
+from tnlm.interp.layers.spectra import DENSE_WIDTH, krylov, squared_norms
 from tnlm.interp.layers.statistics import trace_bounds
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ["bilinear", "spectra", "vocab", "comparison", "extraction"]
+TESTS = [
+    "layers/test_bilinear",
+    "layers/test_spectra",
+    "layers/test_similarities",
+    "tokens/test_token_spectra",
+    "test_extraction",
+]
 
 D_MODEL, D_HIDDEN, D_VOCAB, N_LAYER, N_HEAD = 1152, 4608, 50304, 18, 9
 DIRECTIONS, PAIRS, NAIVE_DIRECTIONS = 256, 4, 8
@@ -109,7 +115,7 @@ def _eigs(b: BilinearTensor, rows: torch.Tensor, spectrum: str, wanted: float | 
     top = pairs.values[:, :1].abs()
     applied = b.apply(rows, pairs.vectors)
     residuals = (applied - pairs.vectors * pairs.values[:, None]).norm(dim=1) / top
-    some = rows if b.d_in <= _DENSE_WIDTH else rows[:NAIVE_DIRECTIONS]
+    some = rows if b.d_in <= DENSE_WIDTH else rows[:NAIVE_DIRECTIONS]
     n = len(some)
     exact, naive = timed(lambda: torch.stack([torch.linalg.eigh(b.interaction(u)).eigenvalues for u in some]), repeats)
     exact = exact.gather(1, exact.abs().argsort(1, descending=True))
@@ -189,7 +195,7 @@ def case_eigs_trained(full: bool, folder: str) -> dict:
         "shape": shape,
         "vocabulary_cpu_seconds": round(whole["cpu_seconds"] * len(net.tokens) / len(ids), 3),
         "vocabulary_note": f"{len(net.tokens)} directions, extrapolated from the {len(ids)} of vocab_eigs",
-        "vocab_eigs_method": "dense" if config.d_model <= _DENSE_WIDTH else "iteration, norms included",
+        "vocab_eigs_method": "dense" if config.d_model <= DENSE_WIDTH else "iteration, norms included",
         "vocab_eigs_cpu_seconds": whole["cpu_seconds"],
         "vocab_eigs_ratio": round(found["naive_cpu_seconds"] / whole["cpu_seconds"], 2),
     }
@@ -316,7 +322,7 @@ def main() -> int:
         return 0
 
     torch.set_num_threads(1)
-    tests = [str(ROOT / f"tests/interp/test_{name}.py") for name in TESTS]
+    tests = [str(ROOT / f"tests/interp/{name}.py") for name in TESTS]
     if subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT, check=False).returncode:
         print("the tests of what is measured fail: no figures", file=sys.stderr)
         return 1

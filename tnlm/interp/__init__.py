@@ -1,6 +1,8 @@
 """Interpretability of bilinear transformers from their weights.
 
-The public list, loaded lazily (PEP 562): ``import tnlm.interp`` reads no tensor library.
+The names below are imported on first use (PEP 562), so ``import tnlm.interp`` imports no tensor library. The rooms,
+each of which imports only those before it: ``layers`` (one layer or head), ``tokens`` (layers read in the vocabulary),
+``predictions`` (one logit), ``discovery`` (connections between components), ``views`` (figures and the report).
 """
 
 from typing import TYPE_CHECKING
@@ -19,17 +21,18 @@ if TYPE_CHECKING:
     from tnlm.interp.layers.bilinear import BilinearTensor
     from tnlm.interp.layers.composition import compose
     from tnlm.interp.layers.decompositions import Tucker, cp, fix_gauge, hosvd, remove, truncate
+    from tnlm.interp.layers.eigensolver import Eig
     from tnlm.interp.layers.heads import BilinearHead
+    from tnlm.interp.layers.input_shares import layer_pairs, layer_shapley
     from tnlm.interp.layers.lowrank import LowRank
     from tnlm.interp.layers.similarities import Similarity, haar_null, match_heads, similarity
-    from tnlm.interp.layers.spectra import Eig, effective_rank, eig
+    from tnlm.interp.layers.spectra import effective_rank, eig
     from tnlm.interp.layers.statistics import Bounds, Moments, bounds, jacobian_kernel, moments, trace_bounds
     from tnlm.interp.predictions.ablation import DeltaCE, ablate, ablation_edits, delta_ce, with_mlp
-    from tnlm.interp.predictions.attribution import layer_pairs, layer_shapley
+    from tnlm.interp.predictions.attribution import attribute
     from tnlm.interp.predictions.explanation import Explanation, explain
-    from tnlm.interp.predictions.path_gates import paths
-    from tnlm.interp.predictions.polynomials import degrees, gate_coefficients
-    from tnlm.interp.predictions.sources import attribute
+    from tnlm.interp.predictions.path_expansion import paths
+    from tnlm.interp.predictions.polynomials import degrees, polynomial_coefficients
     from tnlm.interp.tokens.copying import (
         Match,
         copy_table,
@@ -40,33 +43,22 @@ if TYPE_CHECKING:
         pattern_table,
     )
     from tnlm.interp.tokens.examples import top_examples
-    from tnlm.interp.tokens.ranking import top_tokens
-    from tnlm.interp.tokens.tables import path_table
+    from tnlm.interp.tokens.tables import path_table, top_tokens
     from tnlm.interp.tokens.token_spectra import vocab_bounds, vocab_eigs, vocab_moments
     from tnlm.interp.views.reporting import report
 
 _HOMES = {
     "tnlm.interp.extraction": ("extract", "Extracted"),
-    "tnlm.interp.predictions.explanation": ("explain", "Explanation"),
-    "tnlm.interp.predictions.sources": ("attribute",),
-    "tnlm.interp.predictions.path_gates": ("paths",),
-    "tnlm.interp.tokens.tables": ("path_table",),
-    "tnlm.interp.predictions.ablation": ("ablate", "ablation_edits", "delta_ce", "DeltaCE", "with_mlp"),
-    "tnlm.interp.tokens.examples": ("top_examples",),
-    "tnlm.interp.views.reporting": ("report",),
     "tnlm.interp.layers.bilinear": ("BilinearTensor",),
-    "tnlm.interp.layers.spectra": ("Eig", "eig", "effective_rank"),
-    "tnlm.interp.layers.statistics": ("Moments", "moments", "Bounds", "bounds", "trace_bounds", "jacobian_kernel"),
-    "tnlm.interp.layers.decompositions": ("Tucker", "hosvd", "cp", "truncate", "remove", "fix_gauge"),
-    "tnlm.interp.predictions.attribution": ("layer_pairs", "layer_shapley"),
-    "tnlm.interp.layers.lowrank": ("LowRank",),
-    "tnlm.interp.layers.heads": ("BilinearHead",),
-    "tnlm.interp.tokens.token_spectra": ("vocab_eigs", "vocab_moments", "vocab_bounds"),
-    "tnlm.interp.tokens.ranking": ("top_tokens",),
-    "tnlm.interp.layers.similarities": ("Similarity", "similarity", "match_heads", "haar_null"),
     "tnlm.interp.layers.composition": ("compose",),
-    "tnlm.interp.predictions.polynomials": ("degrees", "gate_coefficients"),
-    "tnlm.interp.discovery.edge_table": ("edges", "alignment"),
+    "tnlm.interp.layers.decompositions": ("Tucker", "hosvd", "cp", "truncate", "remove", "fix_gauge"),
+    "tnlm.interp.layers.eigensolver": ("Eig",),
+    "tnlm.interp.layers.heads": ("BilinearHead",),
+    "tnlm.interp.layers.input_shares": ("layer_pairs", "layer_shapley"),
+    "tnlm.interp.layers.lowrank": ("LowRank",),
+    "tnlm.interp.layers.similarities": ("Similarity", "similarity", "match_heads", "haar_null"),
+    "tnlm.interp.layers.spectra": ("eig", "effective_rank"),
+    "tnlm.interp.layers.statistics": ("Moments", "moments", "Bounds", "bounds", "trace_bounds", "jacobian_kernel"),
     "tnlm.interp.tokens.copying": (
         "Match",
         "match",
@@ -76,6 +68,16 @@ _HOMES = {
         "follower_entries",
         "equal_part",
     ),
+    "tnlm.interp.tokens.examples": ("top_examples",),
+    "tnlm.interp.tokens.tables": ("path_table", "top_tokens"),
+    "tnlm.interp.tokens.token_spectra": ("vocab_eigs", "vocab_moments", "vocab_bounds"),
+    "tnlm.interp.predictions.ablation": ("ablate", "ablation_edits", "delta_ce", "DeltaCE", "with_mlp"),
+    "tnlm.interp.predictions.attribution": ("attribute",),
+    "tnlm.interp.predictions.explanation": ("explain", "Explanation"),
+    "tnlm.interp.predictions.path_expansion": ("paths",),
+    "tnlm.interp.predictions.polynomials": ("degrees", "polynomial_coefficients"),
+    "tnlm.interp.discovery.edge_table": ("edges", "alignment"),
+    "tnlm.interp.views.reporting": ("report",),
 }
 
 __all__ = [
@@ -110,7 +112,6 @@ __all__ = [
     "extract",
     "fix_gauge",
     "follower_entries",
-    "gate_coefficients",
     "haar_null",
     "hosvd",
     "jacobian_kernel",
@@ -122,6 +123,7 @@ __all__ = [
     "path_table",
     "paths",
     "pattern_table",
+    "polynomial_coefficients",
     "remove",
     "report",
     "similarity",

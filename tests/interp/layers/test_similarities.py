@@ -168,7 +168,7 @@ def test_tree_is_the_inner_product_of_symmetrised_layers(monkeypatch):
     t, s = (torch.einsum("oab,aij,bkl->oijkl", dense(x[1]), dense(x[0]), dense(x[0])) for x in (a, b))
     assert_close(similarity(a, b, "tree").value, (t * s).sum() / t.norm() / s.norm())
     shared = [b[0], a[1]]  # one object above two different layers: its kernel is not symmetric there
-    monkeypatch.setattr("tnlm.interp.layers.bilinear._HERMITIAN_ROWS", 2)
+    monkeypatch.setattr("tnlm.interp.layers.grams._HERMITIAN_ROWS", 2)
     s = torch.einsum("oab,aij,bkl->oijkl", *(dense(x) for x in (a[1], b[0], b[0])))
     assert_close(similarity(a, shared, "tree").value, (t * s).sum() / t.norm() / s.norm())
 

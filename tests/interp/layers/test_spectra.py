@@ -20,8 +20,9 @@ from tnlm.interp import (
     vocab_eigs,
     vocab_moments,
 )
+from tnlm.interp.layers.eigensolver import _orthogonalise, lanczos
 from tnlm.interp.layers.rounding import form_size
-from tnlm.interp.layers.spectra import _orthogonalise, krylov, lanczos, squared_norms
+from tnlm.interp.layers.spectra import krylov, squared_norms
 
 
 def planted(values, d, seed=0):

@@ -1,67 +1,87 @@
-"""Shares of pairs and Shapley values of one layer, against enumeration."""
+"""Shares of a logit among writers sum to it, and are the form's coefficients."""
 
 import itertools
-from math import factorial
+import math
 
 import pytest
 import torch
 
-from tests.interp.builders import make_layer, noise
+from tests.interp.test_extraction import make
 from tests.limits import assert_close
-from tnlm.interp import layer_pairs, layer_shapley
+from tnlm.interp.extraction import extract
+from tnlm.interp.predictions.attribution import attribute
+
+KINDS = [
+    ("bilinear", "bilinear"),
+    ("squared", "squared"),
+    ("bilinear", "softmax"),
+    ("bilinear", "none"),
+    ("none", "bilinear"),
+]
 
 
-def enumerate_shapley(value, n):
-    """Average marginal contribution over all orders, from the 2**n coalitions."""
-    shares = []
-    for p in range(n):
-        others = [q for q in range(n) if q != p]
-        total = 0
-        for size in range(n):
-            weight = factorial(size) * factorial(n - size - 1) / factorial(n)
-            for coalition in itertools.combinations(others, size):
-                total = total + weight * (value({*coalition, p}) - value(set(coalition)))
-        shares.append(total)
-    return torch.stack(shares)
+@pytest.mark.parametrize("mlp, attention", KINDS)
+@pytest.mark.parametrize("method", ["pairs", "shapley"])
+def test_shares_sum_to_the_logit(mlp, attention, method):
+    model, tokens = make(mlp, attention), torch.randint(0, 11, (7,))
+    shares = attribute(model, tokens, 4, method)
+    expected = model.pre_softcap(tokens[None])[0, -1, 4]
+    assert_close(shares.values.sum(), expected.detach())
+    assert len(shares.names) == len(shares.values)
 
 
-@pytest.mark.parametrize("with_baseline", [False, True])
-def test_shapley_is_the_enumeration(with_baseline):
-    b, u, parts = make_layer(), noise(3, seed=1), noise(4, 5, seed=2)
-    baseline = noise(5, seed=3) if with_baseline else None
-    start = torch.zeros(5, dtype=torch.float64) if baseline is None else baseline
-
-    def value(coalition):
-        return b(start + sum((parts[p] for p in coalition), torch.zeros_like(start))) @ u
-
-    shares = layer_shapley(b, u, parts, baseline)
-    assert_close(shares, enumerate_shapley(value, 4))
-    assert_close(shares.sum(), (b(start + parts.sum(0)) - b(start)) @ u)
+@pytest.mark.parametrize("changes", [{"final_norm": False}, {"mlp_hidden_bias": True}])
+def test_shares_without_final_norm_or_with_hidden_biases(changes):
+    model, tokens = make(**changes), torch.randint(0, 11, (7,))
+    expected = model.pre_softcap(tokens[None])[0, -1, 4].detach()
+    shares = attribute(model, tokens, 4).values
+    assert_close(shares.sum(), expected, scale=shares.abs().sum())
 
 
-def test_shapley_of_single_coordinates():
-    b, u, x, baseline = make_layer(), noise(3, seed=1), noise(5, seed=2), noise(5, seed=3)
-    q, delta = b.interaction(u), x - baseline
-    assert_close(layer_shapley(b, u, torch.diag(delta), baseline), 2 * delta * (q @ baseline) + delta * (q @ delta))
-    assert_close(layer_shapley(b, u, torch.diag(x)), x * (q @ x))
+def test_unexpanded_mlps_are_writers_with_a_direct_path():
+    model, tokens = make("swiglu", "softmax"), torch.randint(0, 11, (7,))
+    shares = attribute(model, tokens, 4)
+    assert_close(shares.values.sum(), model.pre_softcap(tokens[None])[0, -1, 4].detach())
+    one = attribute(make(), tokens, 4, layers=[2])
+    mlp0 = one.names.index("L0.MLP")
+    assert one.values[0, mlp0] != 0
+    assert one.values[0, one.names.index("L2.MLP")] == 0
 
 
-def test_pairs_sum_to_the_output():
-    b, u, parts = make_layer(), noise(3, seed=1), noise(4, 5, seed=2)
-    pairs = layer_pairs(b, u, parts)
-    assert_close(pairs, parts @ b.interaction(u) @ parts.T)
-    assert_close(pairs.sum() + u @ b.bias, b(parts.sum(0)) @ u)
+def test_shapley_equals_the_average_over_orders():
+    model = make("bilinear", "none", pure=True)
+    tokens = torch.randint(0, 11, (3,))
+    pairs = attribute(model, tokens, 4).values
+    shares = attribute(model, tokens, 4, "shapley").values
+    players = range(1, len(pairs))
+
+    def worth(members):
+        kept = torch.tensor([0, *members])
+        return pairs[kept][:, kept].sum()
+
+    average = torch.zeros(len(pairs), dtype=pairs.dtype)
+    for order in itertools.permutations(players):
+        for i, player in enumerate(order):
+            average[player] += worth(order[: i + 1]) - worth(order[:i])
+    average /= math.factorial(len(players))
+    average[0] = worth(())
+    assert_close(shares, average)
 
 
 @pytest.mark.user_error
-def test_bad_arguments_are_refused():
-    b = make_layer()
-    for call, text in [
-        (lambda: layer_pairs(b.w_l, noise(3), noise(4, 5)), "must be a BilinearTensor, got Tensor"),
-        (lambda: layer_pairs(b, noise(5), noise(4, 5)), r"u must have shape \(3\), got \(5,\)"),
-        (lambda: layer_pairs(b, noise(3), noise(4, 1)), r"parts must have shape \(any, 5\), got \(4, 1\)"),
-        (lambda: layer_shapley(b, noise(3), noise(4, 5) * torch.nan), "parts must be finite"),
-        (lambda: layer_shapley(b, noise(3), noise(4, 5), noise(3)), r"baseline must have shape \(5\)"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            call()
+def test_bad_requests_are_refused():
+    model = make()
+    with pytest.raises(ValueError, match="every one of layers must be an integer between 0 and 2, got 3"):
+        attribute(model, torch.tensor([1]), 2, layers=[3])
+    with pytest.raises(ValueError, match="target must be a token id"):
+        attribute(model, torch.tensor([1]), 11)
+    with pytest.raises(ValueError, match=r"target must be a token id in \[0, 11\), got 1.5"):
+        attribute(model, torch.tensor([1]), 1.5)
+    with pytest.raises(ValueError, match=r"tokens must be a torch tensor \(seq,\), got list"):
+        attribute(model, [1], 1)
+    with pytest.raises(ValueError, match="one prompt"):
+        attribute(model, torch.tensor([[1]]), 1)
+    with pytest.raises(ValueError, match="method must be one of"):
+        attribute(model, torch.tensor([1]), 1, "ig")
+    with pytest.raises(ValueError, match="swiglu MLP is not polynomial"):
+        attribute(extract(make("swiglu")), torch.tensor([1]), 1, layers=[0])

@@ -1,11 +1,11 @@
-"""Degrees and gates of polynomial maps, read off values."""
+"""Degrees and coefficients of polynomial maps, read off values."""
 
 import pytest
 import torch
 
 from tests.interp.builders import make_layer, noise
 from tests.limits import assert_close
-from tnlm.interp import degrees, gate_coefficients
+from tnlm.interp import degrees, polynomial_coefficients
 
 
 def test_degrees_of_two_residual_layers():
@@ -50,23 +50,23 @@ def test_degrees_refuses_what_is_no_polynomial():
         degrees(lambda x: 1j * x, noise(5), 1)
 
 
-def test_gate_coefficients_are_paths():
+def test_coefficients_are_paths():
     f1, f2, x = make_layer(5, 5, 7, bias=False, seed=1), make_layer(5, 5, 6, bias=False, seed=2), noise(5, seed=3)
 
-    def gated(g):
+    def scaled(g):
         r = x.to(g) + g[0] * f1(x)
         return r + g[1] * f2(r)
 
-    paths = gate_coefficients(gated, [2, 1])
+    paths = polynomial_coefficients(scaled, [2, 1])
     assert paths.shape == (3, 2, 5)
-    assert_close(paths.sum((0, 1)).real, gated(torch.ones(2).to(torch.complex128)).real)
+    assert_close(paths.sum((0, 1)).real, scaled(torch.ones(2).to(torch.complex128)).real)
     assert_close(paths[2, 1].real, f2(f1(x)))
     assert_close(paths[0, 0].real, x)
     assert_close(paths[1, 0].real, f1(x))
     assert_close(paths[0, 1].real, f2(x))
     assert_close(paths[2, 0], torch.zeros(5).to(paths), scale=float(paths.abs().max()))
     with pytest.raises(ValueError, match=r"no polynomial of degree \[1, 1\]"):
-        gate_coefficients(gated, [1, 1])
+        polynomial_coefficients(scaled, [1, 1])
 
 
 @pytest.mark.user_error
@@ -75,9 +75,12 @@ def test_bad_arguments_are_refused():
         (lambda: degrees(torch.square, noise(5) * torch.nan, 2), "x must be finite"),
         (lambda: degrees(torch.square, noise(5), -1), "n must be an integer at least 0"),
         (lambda: degrees(lambda x: x * torch.nan, noise(5), 2), "no polynomial"),
-        (lambda: gate_coefficients(torch.sum, []), "at least one gate, got none"),
-        (lambda: gate_coefficients(torch.sum, [1.5]), "degree must be an integer"),
-        (lambda: gate_coefficients(torch.sum, [1], dtype=torch.float64), "dtype must be complex, got torch.float64"),
+        (lambda: polynomial_coefficients(torch.sum, []), "at least one variable, got none"),
+        (lambda: polynomial_coefficients(torch.sum, [1.5]), "degree must be an integer"),
+        (
+            lambda: polynomial_coefficients(torch.sum, [1], dtype=torch.float64),
+            "dtype must be complex, got torch.float64",
+        ),
     ]:
         with pytest.raises(ValueError, match=text):
             call()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tnlm.interp.checks import check_bytes, check_choice, check_number, check_symmetric, check_tensor, check_view
 from tnlm.interp.layers.heads import BilinearHead
-from tnlm.interp.tokens.ranking import table
+from tnlm.interp.ranking import as_table
 
 
 class Edge(NamedTuple):
@@ -69,7 +69,7 @@ def edges(
         earlier = (n for n, w in enumerate(writers) if w.stage < reader.stage)
         rows += [Edge(writers[n].name, reader.name, float(values[n]), float(z[n])) for n in earlier]
     rows.sort(key=lambda edge: -edge.value)
-    return table(Edge, *zip(*rows))
+    return as_table(Edge, *zip(*rows))
 
 
 def overlap(writers: Float[Tensor, "n d d"], reader: Float[Tensor, "d d"]) -> tuple[Tensor, Tensor]:

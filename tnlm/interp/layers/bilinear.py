@@ -1,6 +1,5 @@
-"""One bilinear layer as a symmetric third-order tensor, kept as factors."""
+"""One bilinear layer as a symmetric third-order tensor, kept as its three factor matrices."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,22 +8,23 @@ from jaxtyping import Inexact
 from torch import Tensor
 
 from tnlm.interp.checks import check_bytes, check_choice, check_computed, check_real, check_symmetric, check_tensor
+from tnlm.interp.layers.grams import cross_gram, input_gram, kernel_blocks
 
-# Elements of one temporary block: 64 MiB in float32.
+# Elements of one temporary block of forms: 64 MiB in float32.
 _BLOCK = 2**24
-# Units per block at least, where half of the blocks need not be computed.
-_HERMITIAN_ROWS = 256
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BilinearTensor:
-    """``f(x) = w_d (w_l x * w_r x) + bias`` and its tensor ``S``, symmetric in the two inputs, never dense unasked.
+    """The layer ``f(x) = w_d (w_l x * w_r x) + bias`` and its tensor ``S``, symmetric in the two inputs.
+
+    The dense tensor is formed by :meth:`tensor` only.
 
     ``S[o, i, j] = 1/2 sum_h w_d[o, h] (w_l[h, i] w_r[h, j] + w_l[h, j] w_r[h, i])``. Norms, inner products and Grams
-    are of ``S``, hence free of the gauge of the factors (order of units, scale within a unit, left against right).
-    Everything here is exact up to rounding. float32, float64 and complex, any device; complex inner products
-    conjugate the second argument. Tensors are kept, not copied: layers made from this one (``fold``, ``project`` and
-    others) may hold views of its factors.
+    are of ``S``, so they do not depend on the gauge of the factors (order of hidden units, scale within a unit, left
+    and right exchanged). Everything here is exact up to rounding. float32, float64 and complex, any device; complex
+    inner products conjugate the second argument. Tensors are kept, not copied: layers made from this one (``fold``,
+    ``project`` and others) may hold views of its factors.
 
     Args:
         w_l, w_r: Input maps, without bias.
@@ -77,13 +77,13 @@ class BilinearTensor:
         return self.w_l.dtype
 
     def to(self, *args, **kwargs) -> "BilinearTensor":
-        """The same layer under another dtype or device, as ``Tensor.to``."""
+        """The same layer in another dtype or on another device; arguments as of ``Tensor.to``."""
         bias = None if self.bias is None else self.bias.to(*args, **kwargs)
         w_l, w_r, w_d = (w.to(*args, **kwargs) for w in (self.w_l, self.w_r, self.w_d))
         return type(self)(w_l, w_r, w_d, bias)
 
     def __call__(self, x: Inexact[Tensor, "*batch d_in"]) -> Inexact[Tensor, "*batch d_out"]:
-        """``f(x)``; real weights take complex ``x`` (a polynomial is its own continuation)."""
+        """The output ``f(x)``; real weights take complex ``x`` too, as the layer is a polynomial."""
         check_tensor("x", x, (..., self.d_in))
         dtype = torch.promote_types(x.dtype, self.dtype)
         x, w_l, w_r, w_d = (t.to(dtype) for t in (x, self.w_l, self.w_r, self.w_d))
@@ -91,7 +91,7 @@ class BilinearTensor:
         return y if self.bias is None else y + self.bias
 
     def __add__(self, other: "BilinearTensor") -> "BilinearTensor":
-        """Direct sum of hidden units: ``(a + b)(x) == a(x) + b(x)``."""
+        """The sum of two layers, which has the hidden units of both: ``(a + b)(x) == a(x) + b(x)``."""
         if not isinstance(other, BilinearTensor):
             return NotImplemented
         if self.shape != other.shape:
@@ -118,11 +118,11 @@ class BilinearTensor:
         return self * -1
 
     def __sub__(self, other: "BilinearTensor") -> "BilinearTensor":
-        """Difference layer; its moments and bounds measure how far two layers are apart."""
+        """The difference of two layers; its moments and bounds measure how far they are apart."""
         return self + -other
 
     def tensor(self, max_bytes: int = 2**30) -> Inexact[Tensor, "d_out d_in d_in"]:
-        """Dense ``S``: ``d_out d_in**2`` numbers, ``2 d_out d_hidden d_in**2`` flop.
+        """The dense tensor ``S``: ``d_out d_in**2`` numbers, ``2 d_out d_hidden d_in**2`` flop.
 
         Raises:
             ValueError: The tensor would need more than ``max_bytes``; refused before allocating.
@@ -146,9 +146,10 @@ class BilinearTensor:
         return type(self)(self.w_l, self.w_r, m @ self.w_d, None if self.bias is None else m @ self.bias)
 
     def augment(self, residual: bool = True) -> "BilinearTensor":
-        """Homogeneous form on ``(1, x)``: output ``(1, x + f(x))``, bias included; ``(1, f(x))`` without residual.
+        """The layer as a homogeneous quadratic map from ``(1, x)`` to ``(1, x + f(x))``, bias included.
 
-        One unit carries the constant and the bias, ``d_in`` more the identity: ``d_hidden + 1 + d_in`` units.
+        Without ``residual`` the output is ``(1, f(x))``. One hidden unit is added for the constant and the bias, and
+        ``d_in`` for the identity of a residual.
         """
         if residual and self.d_in != self.d_out:
             raise ValueError(
@@ -167,7 +168,10 @@ class BilinearTensor:
     def interaction(
         self, u: Inexact[Tensor, "*batch d_out"], max_bytes: int = 2**30
     ) -> Inexact[Tensor, "*batch d_in d_in"]:
-        """Symmetric form ``Q_u`` of each direction: ``u . S(x, x) == x^T Q_u x``. ``2 d_hidden d_in**2`` flop each."""
+        """Interaction matrix ``Q_u`` of each direction ``u``, symmetric: ``u . S(x, x) == x^T Q_u x``.
+
+        Costs ``2 d_hidden d_in**2`` flop each.
+        """
         check_tensor("u", u, (..., self.d_out), self.w_l)
         shape = (*u.shape[:-1], self.d_in, self.d_in)
         check_bytes("the interaction matrices", shape, self.dtype, max_bytes, "use fewer directions, apply or eig")
@@ -182,7 +186,7 @@ class BilinearTensor:
     def apply(
         self, u: Inexact[Tensor, "*batch d_out"], x: Inexact[Tensor, "*batch d_in k"]
     ) -> Inexact[Tensor, "*batch d_in k"]:
-        """``Q_u x`` for ``k`` columns without forming ``Q_u``: ``8 d_hidden d_in`` flop per column."""
+        """The product ``Q_u x`` for ``k`` columns without forming ``Q_u``: ``8 d_hidden d_in`` flop per column."""
         check_tensor("u", u, (..., self.d_out), self.w_l)
         check_tensor("x", x, (*u.shape[:-1], self.d_in, None), self.w_l)
         k = x.shape[-1]
@@ -190,17 +194,20 @@ class BilinearTensor:
         return self.apply_rows(w.reshape(-1, self.d_hidden), x.mT.reshape(-1, self.d_in)).reshape(x.mT.shape).mT
 
     def apply_rows(self, w: Inexact[Tensor, "n d_hidden"], x: Inexact[Tensor, "n d_in"]) -> Inexact[Tensor, "n d_in"]:
-        """Row n is ``Q x[n]`` for the hidden weights ``w[n] = u[n] w_d``: the four GEMMs inside every Krylov step."""
+        """Matrix whose row n is ``Q_u[n] x[n]``, from the hidden weights ``w[n] = u[n] w_d``.
+
+        Arguments are not checked: every Krylov step calls this, four matrix products each time.
+        """
         return (((x @ self.w_l.mT) * w) @ self.w_r + ((x @ self.w_r.mT) * w) @ self.w_l) / 2
 
     def traces(self) -> Inexact[Tensor, " d_out"]:
-        """Trace of every output's form, ``sum_i S[o, i, i]``: the mean of ``f - bias`` over isotropic inputs."""
+        """Trace ``sum_i S[o, i, i]`` for every output: the mean of ``f - bias`` over isotropic inputs."""
         return self.w_d @ (self.w_l * self.w_r).sum(1)
 
     def gram(
         self, mode: Literal["out", "in"] = "out", metric: Inexact[Tensor, "n n"] | None = None
     ) -> Inexact[Tensor, "m m"]:
-        """Gram matrix of one axis of ``S``, the others contracted.
+        """Gram matrix of the outputs or of the inputs of ``S``, the other axes contracted.
 
         ``out``: ``sum_ijkl S[o,i,j] M[i,k] M[j,l] S[p,k,l]``; about three ``d_hidden**2 d_in`` products.
         ``in``: ``sum_opj S[o,i,j] M[o,p] S[p,k,j]``; about eight.
@@ -240,7 +247,7 @@ class BilinearTensor:
         check_tensor("w_l of the other layer", other.w_l, (None, None), self.w_l)
         wide = torch.promote_types(self.dtype, torch.float64)
         total = self.w_l.new_zeros((), dtype=wide)
-        for rows, columns, kernel in _kernel_blocks(self, other, hermitian=other is self):
+        for rows, columns, kernel in kernel_blocks(self, other, hermitian=other is self):
             outputs = self.w_d[:, rows].mT @ other.w_d[:, columns].conj()
             products = outputs * kernel
             check_computed("the inner product", products)
@@ -259,7 +266,7 @@ class BilinearTensor:
 
 
 def check_layer(b: object, *, real: bool = False) -> None:
-    """Raise ValueError unless ``b`` is a layer as factors, with real weights where a spectrum is wanted."""
+    """Raise ValueError unless ``b`` is a `BilinearTensor`; with ``real``, unless its weights are real."""
     if not isinstance(b, BilinearTensor):
         raise ValueError(
             f"the layer must be a BilinearTensor, got {type(b).__name__}; tnlm.interp.extract(model).mlp[l] is one"
@@ -270,59 +277,3 @@ def check_layer(b: object, *, real: bool = False) -> None:
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b.conj()).sum()
-
-
-def _row_blocks(a: BilinearTensor, b: BilinearTensor, at_most: int | None = None) -> Iterator[slice]:
-    step = max(1, min(_BLOCK // max(1, b.d_hidden), at_most or a.d_hidden))
-    return (slice(start, start + step) for start in range(0, a.d_hidden, step))
-
-
-def _kernel_blocks(
-    a: BilinearTensor, b: BilinearTensor, metric: Tensor | None = None, *, hermitian: bool
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks ``(units of a, units of b, kernel)`` of the inner products of the symmetrised units ``sym(l_h r_h^T)``.
-
-    Of a layer with itself, under a Hermitian metric, the kernel is Hermitian: blocks below its diagonal are left out
-    and those above doubled, so that the real or Hermitian part of a sum over blocks is the whole.
-    """
-    for rows in _row_blocks(a, b, max(_HERMITIAN_ROWS, a.d_hidden // 16) if hermitian else None):
-        columns = slice(rows.start if hermitian else 0, b.d_hidden)
-        l_a, r_a, l_b, r_b = a.w_l[rows], a.w_r[rows], b.w_l[columns].mH, b.w_r[columns].mH
-        if metric is not None:
-            l_a, r_a = l_a @ metric, r_a @ metric
-        kernel = ((l_a @ l_b) * (r_a @ r_b) + (l_a @ r_b) * (r_a @ l_b)) / 2
-        if hermitian:
-            kernel[:, len(l_a) :] *= 2
-        yield rows, columns, kernel
-
-
-def cross_gram(
-    a: BilinearTensor, b: BilinearTensor, metric: Tensor | None = None, *, hermitian: bool = False
-) -> Tensor:
-    """``G[o, p] = <S_a[o], S_b[p]>`` with a metric ``(d_in of a, d_in of b)`` on both input legs.
-
-    Pass ``hermitian`` for ``a is b`` under a Hermitian metric: half the work.
-    """
-    g = a.w_d.new_zeros(a.d_out, b.d_out)
-    for rows, columns, kernel in _kernel_blocks(a, b, metric, hermitian=hermitian):
-        g = g + a.w_d[:, rows] @ (kernel @ b.w_d[:, columns].mH)
-    g = (g + g.mH) / 2 if hermitian else g
-    check_computed("the Gram matrix", g)
-    return g
-
-
-def input_gram(b: BilinearTensor, metric: Tensor | None = None, second: Tensor | None = None) -> Tensor:
-    """``G[i, k] = S[o,i,j] metric[o,p] second[j,l] S[p,k,l]`` (identities by default), both metrics symmetric."""
-    w_l, w_r, outputs = b.w_l, b.w_r, b.w_d if metric is None else metric.mT @ b.w_d
-    g = w_l.new_zeros(b.d_in, b.d_in)
-    for rows in _row_blocks(b, b):
-        m = outputs[:, rows].mT @ b.w_d.conj()
-        l_rows, r_rows = (w[rows] if second is None else w[rows] @ second for w in (w_l, w_r))
-        right_legs = (m * (r_rows @ w_r.mH)) @ w_l.conj()
-        left_legs = (m * (l_rows @ w_l.mH)) @ w_r.conj()
-        crossed = (m * (r_rows @ w_l.mH)) @ w_r.conj()
-        # the other crossed term is the transpose of this one
-        g = g + w_l[rows].mT @ (right_legs + 2 * crossed) + w_r[rows].mT @ left_legs
-    g = (g + g.mH) / 8
-    check_computed("the Gram matrix", g)
-    return g

@@ -1,6 +1,7 @@
-"""Smaller and canonical forms of a bilinear layer: HOSVD, CP, truncation, gauge."""
+"""Decompositions of a bilinear layer: HOSVD, CP, truncation of one direction, and factors in a fixed gauge."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from tnlm.interp.checks import check_count, check_number, check_tensor
 from tnlm.interp.layers.bilinear import BilinearTensor, check_layer
-from tnlm.interp.layers.spectra import eig, fix_signs
+from tnlm.interp.layers.eigensolver import fix_signs
+from tnlm.interp.layers.spectra import eig
 
 
 class Tucker(NamedTuple):
-    """``S ~ core`` seen through an output basis and one input basis shared by both inputs."""
+    """Tucker decomposition of ``S``: a core, an output basis, and one input basis shared by both inputs."""
 
     core: BilinearTensor  # d_out = rank_out, d_in = rank_in, factored
     out: Tensor  # (d_out, rank_out), orthonormal columns
@@ -33,10 +35,10 @@ class Tucker(NamedTuple):
 
 
 def hosvd(b: BilinearTensor, rank_out: int, rank_in: int) -> Tucker:
-    """Higher-order SVD of the quadratic part, from the two Grams; ``d**3`` numbers are never formed.
+    """Higher-order SVD of the quadratic part, from the two Grams; the dense tensor is never formed.
 
-    Both inputs share one factor. Exact at full rank; truncated, ``error_bound`` holds. The residual is no part of it
-    (an identity has full rank), nor is the bias. Costs both Grams: about 11 ``d_hidden**2 d_in`` products.
+    Both inputs share one factor. Exact at full rank; a truncated one obeys ``error_bound``. Residual (an identity has
+    full rank) and bias are not included. Costs both Grams: about 11 ``d_hidden**2 d_in`` products.
 
     Source: De Lathauwer, De Moor and Vandewalle 2000.
     """
@@ -63,10 +65,10 @@ def cp(
     tol: float = 1e-9,
     callback: Callable[[int, int, float], None] | None = None,
 ) -> BilinearTensor:
-    """Layer of ``rank`` hidden units nearest to ``b`` in the norm of the *symmetric* tensors, by alternating solves.
+    """CP decomposition: the layer of ``rank`` hidden units nearest to ``b``, found by alternating least squares.
 
-    The symmetrisation is inside the objective, ``min |S - sym(sum_r d_r l_r r_r)|``: a plain fit to ``S`` needs two
-    terms per unit, a plain fit to the raw tensor depends on the gauge. Approximate, and a local minimum: the best of
+    The objective ``min |S - sym(sum_r d_r l_r r_r)|`` compares *symmetric* tensors: without ``sym`` a fit to ``S`` would
+    need two terms per unit, and a fit to the tensor that is not symmetrised would depend on the gauge. Approximate, and a local minimum: the best of
     ``restarts`` is returned, and ``(b - fit).norm()`` says how good it is. Of 36 planted random layers with fewer units
     than inputs 32 came back within the default restarts; of 12 with as many or more only one did, the others stopped at
     a relative error of 1e-4 to 3e-2. The bias is kept.
@@ -94,9 +96,8 @@ def cp(
     best_error, best = float("inf"), b
     for restart in range(restarts):
         w_l, w_r = (torch.randn(rank, b.d_in, generator=generator, dtype=torch.float64).to(b.w_l) for _ in range(2))
-        fit, error = _fit_restart(
-            b, w_l, w_r, norm2, sweeps, ridge, tol, lambda s, e, n=restart: callback and callback(n, s, e)
-        )
+        report = None if callback is None else partial(callback, restart)
+        fit, error = _fit_restart(b, w_l, w_r, norm2, sweeps, ridge, tol, report)
         if error < best_error:
             best_error, best = error, fit
         if error <= 100 * tol:
@@ -104,7 +105,16 @@ def cp(
     return fix_gauge(best)
 
 
-def _fit_restart(b, w_l, w_r, norm2, sweeps, ridge, tol, report) -> tuple[BilinearTensor, float]:
+def _fit_restart(
+    b: BilinearTensor,
+    w_l: Tensor,
+    w_r: Tensor,
+    norm2: float,
+    sweeps: int,
+    ridge: float,
+    tol: float,
+    report: Callable[[int, float], None] | None,
+) -> tuple[BilinearTensor, float]:
     """Alternating least squares from one start; returns the layer and its relative error."""
     w_l, w_r = _unit_rows(w_l), _unit_rows(w_r)
     w_d, error2 = _solve_outputs(b, w_l, w_r, norm2, ridge)
@@ -115,7 +125,7 @@ def _fit_restart(b, w_l, w_r, norm2, sweeps, ridge, tol, report) -> tuple[Biline
         w_r = _solve_inputs(b, w_d, w_l, w_r, ridge)
         w_l, w_r = _unit_rows(w_l), _unit_rows(w_r)
         w_d, error2 = _solve_outputs(b, w_l, w_r, norm2, ridge)
-        # alternating solves creep along valleys: go on in the direction of the sweep while that pays
+        # alternating solves converge slowly along valleys: step further in the direction of the sweep while that helps
         far_l, far_r = (_unit_rows(w + stride * (w - old)) for w, old in zip((w_l, w_r), before, strict=True))
         far_d, far_error2 = _solve_outputs(b, far_l, far_r, norm2, ridge)
         if far_error2 < error2:
@@ -123,7 +133,8 @@ def _fit_restart(b, w_l, w_r, norm2, sweeps, ridge, tol, report) -> tuple[Biline
         else:
             stride = max(1.0, stride / 4)
         errors.append((max(error2, 0.0) / norm2) ** 0.5)
-        report(sweep, errors[-1])
+        if report is not None:
+            report(sweep, errors[-1])
         if errors[-1] <= tol or (len(errors) > 10 and errors[-11] - errors[-1] < tol):
             break
     return BilinearTensor(w_l, w_r, w_d, b.bias), errors[-1]
@@ -169,7 +180,9 @@ def _solve_inputs(b: BilinearTensor, w_d: Tensor, other: Tensor, start: Tensor, 
 
 
 def fix_gauge(b: BilinearTensor) -> BilinearTensor:
-    """The same layer with canonical factors: equal layers up to order, scale and left-right swap become equal numbers.
+    """The same layer with canonical factors: layers that differ by their gauge alone get equal factors.
+
+    The gauge is the order and scale of the hidden units, and the exchange of their left and right rows.
 
     Rows of ``w_l`` and ``w_r`` have length 1 and a positive largest entry, ``w_l`` is the one with the larger overlap
     with a fixed generic vector, units are ordered by the length of their output column, longest first. A unit with a
@@ -193,7 +206,7 @@ def fix_gauge(b: BilinearTensor) -> BilinearTensor:
 
 
 def truncate(b: BilinearTensor, u: Float[Tensor, " d_out"], k: int) -> BilinearTensor:
-    """Keep of direction ``u`` only its ``k`` eigen-components of largest magnitude.
+    """The layer with only the ``k`` eigen-components of largest magnitude left in direction ``u``.
 
     ``u . f`` becomes exactly ``sum_{i<=k} values_i (v_i . x)**2`` (plus bias); outputs orthogonal to ``u`` are as they
     were, others change by their overlap with ``u``. Adds ``d_in - k`` hidden units; one dense eigendecomposition.
@@ -208,7 +221,7 @@ def truncate(b: BilinearTensor, u: Float[Tensor, " d_out"], k: int) -> BilinearT
 def remove(
     b: BilinearTensor, u: Float[Tensor, " d_out"], values: Float[Tensor, " k"], vectors: Float[Tensor, "d_in k"]
 ) -> BilinearTensor:
-    """Edit that lowers ``u . f(x)`` by exactly ``sum_k values_k (vectors_k . x)**2``: one extra hidden unit each.
+    """The layer with ``u . f(x)`` lowered by exactly ``sum_k values_k (vectors_k . x)**2``; one hidden unit more each.
 
     Raises:
         ValueError: Bad shapes, NaN, or ``u = 0``, which names no direction.

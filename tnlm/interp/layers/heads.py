@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tnlm.interp.checks import check_bytes, check_choice, check_count, check_number, check_real, check_tensor
 from tnlm.interp.layers.lowrank import LowRank
-from tnlm.interp.tokens.ranking import rank_pairs, table, token_ids
+from tnlm.interp.ranking import as_table, rank_pairs, token_ids
 
 Kind = Literal["bilinear", "squared", "squared_normalized", "softmax", "differential"]
 
@@ -212,7 +212,7 @@ class BilinearHead:
             return (k1[ids] @ q1[queries].mT) * (k2[ids] @ q2[queries].mT) / self.d_qk**2
 
         ranked = rank_pairs(columns, ids, top, by="all" if by == "all" else "source", which=which, keep_self=True)
-        return table(TokenScore, *ranked)
+        return as_table(TokenScore, *ranked)
 
     def token_table(
         self, x: Inexact[Tensor, "n d_in"], branch: int = 1, side: Literal["q", "k"] = "q", position: int = 0

@@ -9,7 +9,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from tnlm.interp.checks import check_bytes, check_choice, check_count
-from tnlm.interp.layers.bilinear import BilinearTensor, check_layer, cross_gram
+from tnlm.interp.layers.bilinear import BilinearTensor, check_layer
+from tnlm.interp.layers.grams import cross_gram
 from tnlm.interp.layers.heads import BilinearHead
 
 Kind = Literal["sym", "gaussian", "sphere", "complex", "tree"]

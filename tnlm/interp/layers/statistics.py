@@ -15,7 +15,8 @@ from tnlm.interp.checks import (
     check_symmetric,
     check_tensor,
 )
-from tnlm.interp.layers.bilinear import BilinearTensor, check_layer, input_gram
+from tnlm.interp.layers.bilinear import BilinearTensor, check_layer
+from tnlm.interp.layers.grams import input_gram
 from tnlm.interp.layers.rounding import diagonalised_error, gamma, round_down, round_up
 from tnlm.interp.layers.spectra import eig
 

@@ -1,4 +1,4 @@
-"""Read the coefficients of a polynomial off its values at roots of unity."""
+"""Coefficients of a polynomial function, computed from its values at roots of unity."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,8 @@ def degrees(f: Callable[[Tensor], Tensor], x: Inexact[Tensor, "*shape"], n: int)
     """Homogeneous parts ``F_0(x) .. F_n(x)`` of a polynomial map of degree at most ``n``; they sum to ``f(x)``.
 
     Exact: ``n + 1`` evaluations at ``exp(2 pi i k / (n + 1)) x`` and a discrete Fourier transform, plus one evaluation
-    at ``x / 2`` that the parts must reproduce. ``f`` takes complex input; with a norm it is no polynomial.
+    at ``x / 2`` that the parts must reproduce. ``f`` must take complex input; a function with a norm inside is no
+    polynomial.
 
     Returns:
         ``(n + 1, *f(x).shape)``, real when ``x`` is.
@@ -26,27 +27,28 @@ def degrees(f: Callable[[Tensor], Tensor], x: Inexact[Tensor, "*shape"], n: int)
     check_tensor("x", x, (...,))
     check_count("n", n, 0)
     z = x.to(x.dtype.to_complex())
-    parts = gate_coefficients(lambda g: f(g[0] * z), [n], dtype=z.dtype)
+    parts = polynomial_coefficients(lambda g: f(g[0] * z), [n], dtype=z.dtype)
     return parts if x.is_complex() else _real(parts)
 
 
-def gate_coefficients(
+def polynomial_coefficients(
     f: Callable[[Tensor], Tensor], degree: Sequence[int], *, dtype: torch.dtype = torch.complex128
 ) -> Inexact[Tensor, "..."]:
-    """Every coefficient of a polynomial in a few gates: entry ``[m, n, ..]`` multiplies ``g_0**m g_1**n ..``.
+    """Every coefficient of a polynomial in a few variables: entry ``[m, n, ..]`` multiplies ``g_0**m g_1**n ..``.
 
-    With gates on chosen branches of a network each coefficient is the contribution of one set of paths, and they sum to
-    the value at gates 1. Exact; ``prod(degree + 1)`` evaluations at roots of unity and one more as a check.
+    When the variables are factors on chosen branches of a network, each coefficient is the contribution of one set of
+    paths, and together they sum to the value where all factors are 1. Exact; ``prod(degree + 1)`` evaluations at roots
+    of unity and one more as a check.
 
     Args:
-        f: Takes a complex vector of gates ``(len(degree),)``.
-        degree: Degree of ``f`` in each gate.
+        f: Takes a complex vector of variables ``(len(degree),)``.
+        degree: Degree of ``f`` in each variable.
 
     Raises:
         ValueError: The values are no polynomial of these degrees.
     """
     if not degree:
-        raise ValueError("degree must name at least one gate, got none")
+        raise ValueError("degree must name at least one variable, got none")
     for n in degree:
         check_count("degree", n, 0)
     if not dtype.is_complex:
@@ -59,11 +61,11 @@ def gate_coefficients(
     stacked = torch.stack(values)
     grid = stacked.reshape(*sizes, *stacked.shape[1:])
     parts = torch.fft.fftn(grid, dim=tuple(range(len(sizes)))) / prod(sizes)
-    # a point off the roots, at which another degree or a non-polynomial shows
+    # away from the roots of unity a wrong degree, or a function that is no polynomial, gives another value
     probe = torch.linspace(0.5, 0.7, len(sizes), dtype=torch.float64)
     total = parts
-    for gate in probe.tolist():
-        monomials = torch.tensor([gate**p for p in range(total.shape[0])], dtype=parts.dtype, device=parts.device)
+    for variable in probe.tolist():
+        monomials = torch.tensor([variable**p for p in range(total.shape[0])], dtype=parts.dtype, device=parts.device)
         total = torch.tensordot(monomials, total, dims=1)
     gap = float((total - f(probe.to(dtype))).abs().max())
     scale = float(grid.abs().max())
@@ -76,6 +78,7 @@ def gate_coefficients(
 
 
 def _real(parts: Tensor) -> Tensor:
+    """The real part; ValueError unless the imaginary part is rounding."""
     residue, scale = float(parts.imag.abs().max()), float(parts.abs().max())
     if residue > 1e4 * torch.finfo(parts.dtype).eps * scale:
         raise ValueError(f"a real polynomial has real parts, got an imaginary residue of {residue:.3g}")

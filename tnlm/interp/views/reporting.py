@@ -12,10 +12,11 @@ from tnlm.interp.checks import check_count
 from tnlm.interp.extraction import Extracted, extract
 from tnlm.interp.layers.bilinear import BilinearTensor
 from tnlm.interp.layers.decompositions import hosvd
-from tnlm.interp.layers.spectra import Eig, eig
+from tnlm.interp.layers.eigensolver import Eig
+from tnlm.interp.layers.spectra import eig
 from tnlm.interp.predictions.ablation import delta_ce, with_mlp
 from tnlm.interp.predictions.explanation import explain
-from tnlm.interp.tokens.ranking import Pair
+from tnlm.interp.ranking import Pair
 from tnlm.interp.tokens.tables import path_table
 from tnlm.interp.views import plot
 from tnlm.output.page import Page

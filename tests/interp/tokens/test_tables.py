@@ -1,4 +1,4 @@
-"""Blockwise top-k against sorting the whole matrix."""
+"""Blockwise top-k against sorting the whole matrix, and the table of a path against dense products."""
 
 import sys
 
@@ -23,7 +23,7 @@ def brute(w, ids, k, which, keep_self, by):
 @pytest.mark.parametrize("by", ["source", "all"])
 @pytest.mark.parametrize("block", [2**24, 20])
 def test_ranking_is_that_of_the_sorted_matrix(monkeypatch, which, by, block):
-    monkeypatch.setattr("tnlm.interp.tokens.ranking._BLOCK", block)
+    monkeypatch.setattr("tnlm.interp.ranking._BLOCK", block)
     factors = LowRank(noise(11, 3), noise(3, 11, seed=1))
     ids = [0, 2, 3, 5, 7, 8, 9]
     for keep_self in (False, True):

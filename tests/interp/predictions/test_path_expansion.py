@@ -5,20 +5,20 @@ import torch
 
 from tests.interp.test_extraction import make
 from tests.limits import assert_close
-from tnlm.interp.predictions.path_gates import paths
+from tnlm.interp.predictions.path_expansion import paths
 
 
 @pytest.mark.parametrize("pure", [False, True])
-@pytest.mark.parametrize("gates", [["blocks.2.hook_mlp_out"], ["blocks.2.hook_attn_out", "blocks.2.hook_mlp_out"]])
-def test_coefficients_sum_to_the_logit(pure, gates):
+@pytest.mark.parametrize("branches", [["blocks.2.hook_mlp_out"], ["blocks.2.hook_attn_out", "blocks.2.hook_mlp_out"]])
+def test_coefficients_sum_to_the_logit(pure, branches):
     model, tokens = make(pure=pure), torch.randint(0, 11, (5,))
-    found = paths(model, tokens, 3, gates)
+    found = paths(model, tokens, 3, branches)
     expected = model.pre_softcap(tokens[None])[0, -1, 3].detach()
     assert_close(found.values.sum(), expected)
-    assert found.values.shape == ((2,) if len(gates) == 1 else (3, 2))
+    assert found.values.shape == ((2,) if len(branches) == 1 else (3, 2))
 
 
-def test_degree_two_part_of_an_attention_gate_is_the_mlp_reading_it_twice():
+def test_degree_two_part_of_an_attention_branch_is_the_mlp_reading_it_twice():
     model, tokens = make(pure=True, x0_mixing=False), torch.randint(0, 11, (5,))
     found = paths(model, tokens, 3, ["blocks.2.hook_attn_out"]).values
     from tnlm.points import record
@@ -29,7 +29,7 @@ def test_degree_two_part_of_an_attention_gate_is_the_mlp_reading_it_twice():
     assert_close(found[2], twice.detach(), scale=float(found.abs().max()))
 
 
-def test_embedding_gate_splits_a_one_layer_model_by_degree():
+def test_embedding_branch_splits_a_one_layer_model_by_degree():
     model, tokens = make(pure=True, n_layer=1, mlp_bias=False), torch.randint(0, 11, (4,))
     found = paths(model, tokens, 3, ["hook_embed"]).values
     assert len(found) == 11
@@ -43,13 +43,13 @@ def test_embedding_gate_splits_a_one_layer_model_by_degree():
 
 
 @pytest.mark.user_error
-def test_bad_gates_are_refused():
+def test_bad_branches_are_refused():
     model, tokens = make(), torch.randint(0, 11, (4,))
     with pytest.raises(ValueError, match="need 101 forwards, more than max_forwards=100"):
         paths(model, tokens, 3, ["blocks.0.hook_mlp_out"], max_forwards=100)
-    with pytest.raises(ValueError, match=r"gates are hook_embed, blocks\.l\.hook_attn_out"):
+    with pytest.raises(ValueError, match=r"branches are hook_embed, blocks\.l\.hook_attn_out"):
         paths(model, tokens, 3, ["blocks.0.attn.hook_z"])
-    with pytest.raises(ValueError, match="gates must differ"):
+    with pytest.raises(ValueError, match="branches must differ"):
         paths(model, tokens, 3, ["blocks.2.hook_mlp_out"] * 2)
     with pytest.raises(ValueError, match=r"target must be a token id in \[0, 11\), got 11"):
         paths(model, tokens, 11, ["blocks.2.hook_mlp_out"])
