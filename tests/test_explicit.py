@@ -17,7 +17,7 @@ from tests.limits import ROUNDINGS, assert_close
 from tests.tiny_models import ATTENTIONS, MLPS, ids, tiny
 from tnlm.checkpoints.checkpoint import load
 from tnlm.config import ModelConfig
-from tnlm.explicit import REASONS, augment
+from tnlm.explicit import NOT_POLYNOMIAL, augment
 from tnlm.mlp import MLP, BilinearMLP
 from tnlm.rotary import rotary_tables
 from tnlm.transformer import Transformer
@@ -111,13 +111,14 @@ def test_mlp_tensor_refuses_before_it_allocates(d, h, elements):
 
 def attention_inputs(attn, x, v_first, tables):
     """Inputs of ``attn.network`` with the inverse norms worked out by hand."""
-    inputs = {"x": x if v_first is None and not hasattr(attn, "b_q1") else augment(x)}
+    inputs = {"x": x if v_first is None and attn.b_q1 is None else augment(x)}
     if v_first is not None:
         inputs["v_first"] = augment(v_first.flatten(2))
     for leg in ("q1", "k1", "q2", "k2")[: 2 * len(attn.branches)]:
         norm = getattr(attn, f"{leg.removesuffix('1')}_norm")
         if hasattr(norm, "eps"):
-            projected = x @ getattr(attn, f"w_{leg}").T + getattr(attn, f"b_{leg}", 0)
+            bias = getattr(attn, f"b_{leg}")
+            projected = x @ getattr(attn, f"w_{leg}").T + (0 if bias is None else bias)
             squares = projected.unflatten(-1, (attn.n_head, -1)).square().mean(-1)
             inputs[f"{leg.removesuffix('1')}_norm.hook_scale"] = augment((squares + norm.eps).rsqrt())
     return inputs
@@ -273,7 +274,7 @@ def test_refused_attention_kinds(kind):
 
 
 def test_every_kind_without_a_network_has_its_reason():
-    assert set(REASONS) == {*MLPS, *ATTENTIONS} - {*POLYNOMIAL, "none"}
+    assert set(NOT_POLYNOMIAL) == {*MLPS, *ATTENTIONS} - {*POLYNOMIAL, "none"}
 
 
 @pytest.mark.user_error

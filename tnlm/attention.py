@@ -1,4 +1,4 @@
-"""The attention kinds: bilinear and squared are polynomials, the others are the baselines they are compared with."""
+"""Attention: the bilinear and squared kinds are polynomials, the others are the baselines they are compared with."""
 
 from typing import Any
 
@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from tnlm.cache import LayerCache, LayerState
 from tnlm.config import ModelConfig
-from tnlm.kernels import Implementation, bilinear_attention, squared_attention
-from tnlm.kernels.precision import accumulation_dtype, narrow
-from tnlm.mlp import linear
+from tnlm.explicit import attention_network
+from tnlm.kernels import Implementation, Rotation, bilinear_attention, linear, squared_attention
+from tnlm.kernels.precision import HALF, accumulation_dtype, narrow
 from tnlm.network import Network
-from tnlm.norm import HALF, NoNorm, RMSNorm
+from tnlm.norm import NoNorm, RMSNorm
 from tnlm.points import Point, listened
-from tnlm.rotary import Rotation
 
 ROW_EPS = 1e-8
 """Added to the row sum of ``squared_normalized`` (loganriggs/modded-nanogpt at a1a8c1d)."""
@@ -34,10 +33,12 @@ class Attention(nn.Module):
     - ``differential``: ``softmax_j(s / d) - bilinear_lamb softmax_j(r / d)``.
 
     Order: value residual (``v <- (1 - lamb) v + lamb v_first``, ``v_first`` being block 0's raw value), QK-norm per
-    head, rotation, pattern. ``implementation`` is passed to :mod:`tnlm.kernels`, except that ``"eager"`` is the
-    definition below for every kind: it forms scores, pattern and per-head results, so its bits do not depend on who
-    listens. The others form them only when ``hook_attn_scores``, ``hook_attn_scores2`` or ``hook_pattern``, and
-    ``hook_result``, are listened to. Half precision is accumulated in float32.
+    head, rotation, pattern. Kinds with one query-key pair hold None for the parameters and points of the second.
+
+    ``implementation`` is passed to :mod:`tnlm.kernels`, except that ``"eager"`` is the definition in this file for
+    every kind: it forms scores, pattern and per-head results, so that hooks do not change its bits. The others form
+    scores and pattern only when ``hook_attn_scores``, ``hook_attn_scores2`` or ``hook_pattern`` has a hook, and
+    per-head results only when ``hook_result`` has one. Half precision is accumulated in float32.
 
     Source: ``train_gpt2.py`` of loganriggs/modded-nanogpt at d5ce2de.
     """
@@ -51,31 +52,54 @@ class Attention(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        factory_kwargs: dict[str, Any] = {"dtype": dtype, "device": device}
         self.kind = config.attention
         self.implementation: Implementation = implementation
         self.n_head, self.d_model, self.d_head = config.n_head, config.d_model, config.d_head
         self.d_qk: int = config.d_qk
         self.rotary_base, self.rotary_table_dtype = config.rotary_base, getattr(torch, config.rotary_table_dtype)
-        self.branches = ("1", "2")[: config.n_qk]
-        new: dict[str, Any] = {"dtype": dtype, "device": device}
+        two = config.n_qk == 2
+        self.branches = ("1", "2") if two else ("1",)
+
+        def weight(d_out: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(d_out, config.d_model, **factory_kwargs))
+
+        def vector(size: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(size, **factory_kwargs))
+
+        def norm() -> nn.Module:
+            return RMSNorm(config.norm_eps) if config.qk_norm else NoNorm()
+
+        # the order of the lines is that of the parameters and points: optimisers and recordings depend on it;
+        # Any: None with one pair, and read only with two
         d_qk_all = self.n_head * self.d_qk
-        for b in self.branches:
-            for name in ("q", "k"):
-                setattr(self, f"w_{name}{b}", nn.Parameter(torch.empty(d_qk_all, self.d_model, **new)))
-                if config.qk_bias:
-                    setattr(self, f"b_{name}{b}", nn.Parameter(torch.empty(d_qk_all, **new)))
-        self.w_v = nn.Parameter(torch.empty(self.d_model, self.d_model, **new))
-        self.w_o = nn.Parameter(torch.empty(self.d_model, self.d_model, **new))
-        self.lamb = nn.Parameter(torch.empty(1, **new)) if config.value_residual else None
-        if self.kind == "differential":
-            self.bilinear_lamb = nn.Parameter(torch.empty(1, **new))
-        for b in self.branches:
-            suffix = _suffix(b)
-            for name in ("q", "k"):
-                setattr(self, f"hook_{name}{suffix}", Point())
-                setattr(self, f"{name}{suffix}_norm", RMSNorm(config.norm_eps) if config.qk_norm else NoNorm())
-                setattr(self, f"hook_rot_{name}{suffix}", Point())
-            setattr(self, f"hook_attn_scores{suffix}", Point())
+        self.w_q1 = weight(d_qk_all)
+        self.b_q1 = vector(d_qk_all) if config.qk_bias else None
+        self.w_k1 = weight(d_qk_all)
+        self.b_k1 = vector(d_qk_all) if config.qk_bias else None
+        self.w_q2: Any = weight(d_qk_all) if two else None
+        self.b_q2 = vector(d_qk_all) if two and config.qk_bias else None
+        self.w_k2: Any = weight(d_qk_all) if two else None
+        self.b_k2 = vector(d_qk_all) if two and config.qk_bias else None
+        self.w_v = weight(self.d_model)
+        self.w_o = weight(self.d_model)
+        self.lamb = vector(1) if config.value_residual else None
+        self.bilinear_lamb: Any = vector(1) if self.kind == "differential" else None
+
+        self.hook_q = Point()
+        self.q_norm = norm()
+        self.hook_rot_q = Point()
+        self.hook_k = Point()
+        self.k_norm = norm()
+        self.hook_rot_k = Point()
+        self.hook_attn_scores = Point()
+        self.hook_q2: Any = Point() if two else None
+        self.q2_norm: Any = norm() if two else None
+        self.hook_rot_q2: Any = Point() if two else None
+        self.hook_k2: Any = Point() if two else None
+        self.k2_norm: Any = norm() if two else None
+        self.hook_rot_k2: Any = Point() if two else None
+        self.hook_attn_scores2: Any = Point() if two else None
         self.hook_v = Point()
         self.hook_v_mixed = Point()
         self.hook_pattern = Point()
@@ -84,15 +108,17 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for name, p in self.named_parameters(recurse=False):
-            if name == "w_o" or name.startswith("b_"):
+        """Uniform queries, keys and values in ``+-1/sqrt(d_model)``; output and biases 0; published mixing scalars."""
+        for w in (self.w_q1, self.w_k1, self.w_q2, self.w_k2, self.w_v):
+            if w is not None:
+                nn.init.uniform_(w, -(self.d_model**-0.5), self.d_model**-0.5)
+        for p in (self.w_o, self.b_q1, self.b_k1, self.b_q2, self.b_k2):
+            if p is not None:
                 nn.init.zeros_(p)
-            elif name == "lamb":
-                nn.init.constant_(p, 0.5)
-            elif name == "bilinear_lamb":
-                nn.init.constant_(p, 0.8)
-            else:
-                nn.init.uniform_(p, -(self.d_model**-0.5), self.d_model**-0.5)
+        if self.lamb is not None:
+            nn.init.constant_(self.lamb, 0.5)
+        if self.bilinear_lamb is not None:
+            nn.init.constant_(self.bilinear_lamb, 0.8)
 
     def forward(
         self,
@@ -101,7 +127,10 @@ class Attention(nn.Module):
         tables: tuple[Float[Tensor, "seq half"], Float[Tensor, "seq half"]],
         cache: LayerCache | LayerState | None = None,
     ) -> tuple[Shaped[Tensor, "batch seq d_model"], Shaped[Tensor, "batch seq n_head d_head"]]:
-        """The attention's output and the value that later blocks mix with (this block's own if ``v_first`` is None)."""
+        """The attention's output and the value that later blocks mix with (this block's own if ``v_first`` is None).
+
+        ``tables`` are the cosines and sines of :func:`tnlm.rotary.rotary_tables`.
+        """
         v = self.hook_v(self._heads(linear(x, self.w_v)))
         if v_first is None:
             v_first = v
@@ -109,8 +138,14 @@ class Attention(nn.Module):
             lamb = self.lamb.to(x.dtype)  # half precision rounds in the published order
             v = (1 - lamb) * v + lamb * v_first if v.dtype in HALF else torch.lerp(v, v_first, lamb)
         v = self.hook_v_mixed(v)
-        turned = Rotation(*tables)
-        qk = [self._query_or_key(x, name, b, turned) for b in self.branches for name in ("q", "k")]
+        rotate, heads = Rotation(*tables), self._heads
+        q1 = self.hook_rot_q(rotate(self.q_norm(self.hook_q(heads(linear(x, self.w_q1, self.b_q1))))))
+        k1 = self.hook_rot_k(rotate(self.k_norm(self.hook_k(heads(linear(x, self.w_k1, self.b_k1))))))
+        qk = [q1, k1]
+        if self.w_q2 is not None:
+            q2 = self.hook_rot_q2(rotate(self.q2_norm(self.hook_q2(heads(linear(x, self.w_q2, self.b_q2))))))
+            k2 = self.hook_rot_k2(rotate(self.k2_norm(self.hook_k2(heads(linear(x, self.w_k2, self.b_k2))))))
+            qk += [q2, k2]
         if isinstance(cache, LayerState):
             if self.pattern_wanted:
                 raise ValueError(
@@ -149,7 +184,8 @@ class Attention(nn.Module):
         if self.kind == "softmax":
             return _softmax_attention(qk[0], qk[1], v, scale=self.d_qk**-0.5)
         q1, k1, q2, k2 = qk
-        first, second = (_softmax_attention(q, k, v, scale=1 / self.d_qk) for q, k in ((q1, k1), (q2, k2)))
+        first = _softmax_attention(q1, k1, v, scale=1 / self.d_qk)
+        second = _softmax_attention(q2, k2, v, scale=1 / self.d_qk)
         return first - self.bilinear_lamb.to(v.dtype) * second
 
     def network(self, seq: int, *, v_first: bool = False) -> Network:
@@ -165,57 +201,46 @@ class Attention(nn.Module):
             v_first: Mix with block 0's value, the input ``v_first`` ``(batch, seq, 1 + d_model)``: 1, then the value's
                 heads side by side. Without it the network is that of block 0, where mixing changes nothing.
 
-        Cost: ``cost({"batch": ...})`` tells; about that of the eager implementation.
+        Cost: given by ``cost({"batch": ...})``; about that of the eager implementation.
 
         Raises:
             ValueError: The kind is not a polynomial, or ``v_first`` without a value residual.
         """
-        from tnlm.explicit import attention_network
-
         return attention_network(self, seq, v_first=v_first)
 
     @property
     def pattern_wanted(self) -> bool:
-        """Whether scores and pattern must be formed: a hook listens to one, or the definition is asked for."""
-        points = [getattr(self, f"hook_attn_scores{_suffix(b)}") for b in self.branches]
-        return self.implementation == "eager" or listened(self.hook_pattern, *points)
+        """Whether scores and pattern must be formed: one of their points has a hook, or the definition is asked for."""
+        points = (self.hook_pattern, self.hook_attn_scores, self.hook_attn_scores2)
+        return self.implementation == "eager" or listened(*(p for p in points if p is not None))
 
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "batch seq (n_head d) -> batch seq n_head d", n_head=self.n_head)
 
-    def _query_or_key(self, x: Tensor, name: str, branch: str, turned: Rotation) -> Tensor:
-        suffix = _suffix(branch)
-        projected = linear(x, getattr(self, f"w_{name}{branch}"), getattr(self, f"b_{name}{branch}", None))
-        projected = getattr(self, f"hook_{name}{suffix}")(self._heads(projected))
-        normed = getattr(self, f"{name}{suffix}_norm")(projected)
-        return getattr(self, f"hook_rot_{name}{suffix}")(turned(normed))
-
     def _pattern(self, qk: list[Tensor]) -> Shaped[Tensor, "batch n_head seq_q seq_k"]:
-        """The definition, with every named point: what the kernels compute without forming it."""
-        root = self.kind in ("softmax", "squared_normalized")
-        scale = self.d_qk**-0.5 if root else 1 / self.d_qk
-        scores = []
-        for b, q, k in zip(self.branches, qk[::2], qk[1::2], strict=True):
-            point = getattr(self, f"hook_attn_scores{_suffix(b)}")
-            scores.append(point(torch.einsum("bqhd,bkhd->bhqk", q, k) * scale))
-        keep = causal_mask(scores[0].shape[-2], scores[0].shape[-1], device=scores[0].device)
+        """The pattern by its definition, through every named point; the kernels do not form it."""
+        scale = self.d_qk**-0.5 if self.kind in ("softmax", "squared_normalized") else 1 / self.d_qk
+        scores = self.hook_attn_scores(torch.einsum("bqhd,bkhd->bhqk", qk[0], qk[1]) * scale)
+        scores2 = scores
+        if self.hook_attn_scores2 is not None:
+            scores2 = self.hook_attn_scores2(torch.einsum("bqhd,bkhd->bhqk", qk[2], qk[3]) * scale)
+        keep = causal_mask(scores.shape[-2], scores.shape[-1], device=scores.device)
         if self.kind == "softmax":
-            pattern = _masked_softmax(scores[0], keep)
+            pattern = _masked_softmax(scores, keep)
         elif self.kind == "differential":
-            pattern = _masked_softmax(scores[0], keep) - self.bilinear_lamb.to(qk[0].dtype) * _masked_softmax(
-                scores[1], keep
-            )
+            lamb = self.bilinear_lamb.to(qk[0].dtype)
+            pattern = _masked_softmax(scores, keep) - lamb * _masked_softmax(scores2, keep)
         else:
-            pattern = (scores[0] * scores[-1]).masked_fill(~keep, 0)
+            pattern = (scores * scores2).masked_fill(~keep, 0)
             if self.kind == "squared_normalized":
                 pattern = pattern / (pattern.sum(-1, keepdim=True) + ROW_EPS)
         return self.hook_pattern(pattern)
 
     def _squared_normalized(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A quotient of two squared attentions, below it that of a column of ones; never in half precision."""
-        wide = [t.float() if t.dtype in HALF else t for t in (q, k, v)]
-        values = torch.cat([wide[2], torch.ones_like(wide[2][..., :1])], dim=-1)
-        out = squared_attention(wide[0], wide[1], values, scale=1 / self.d_qk, implementation=self.implementation)
+        """Squared attention of the values divided by that of a column of ones; half precision in float32."""
+        q, k, wide = (t.to(accumulation_dtype(t.dtype)) for t in (q, k, v))
+        values = torch.cat([wide, torch.ones_like(wide[..., :1])], dim=-1)
+        out = squared_attention(q, k, values, scale=1 / self.d_qk, implementation=self.implementation)
         return (out[..., :-1] / (out[..., -1:] + ROW_EPS)).to(v.dtype)
 
     def extra_repr(self) -> str:
@@ -225,11 +250,6 @@ class Attention(nn.Module):
 def causal_mask(seq_q: int, seq_k: int, *, device: torch.device | None = None) -> Tensor:
     """(seq_q, seq_k), true where query i may see key j: aligned bottom-right, so the last query sees every key."""
     return torch.ones(seq_q, seq_k, dtype=torch.bool, device=device).tril(seq_k - seq_q)
-
-
-def _suffix(branch: str) -> str:
-    """Points of branch 1 carry no suffix (``hook_q``), those of branch 2 a 2 (``hook_q2``), as in transformer-lens."""
-    return "" if branch == "1" else branch
 
 
 def _masked_softmax(scores: Tensor, keep: Tensor) -> Tensor:

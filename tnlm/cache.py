@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from jaxtyping import Shaped
-from torch import Tensor, float32
+from torch import Tensor
 
 from tnlm.config import ModelConfig
 from tnlm.kernels import State
-from tnlm.norm import HALF
+from tnlm.kernels.precision import accumulation_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -86,8 +86,7 @@ class LayerState:
         if self._state is None:
             batch, _, n_head, d_v = v.shape
             sizes = {"batch": batch, "n_head": n_head, "d_qk": qk[0].shape[-1], "d_v": d_v}
-            dtype = float32 if v.dtype in HALF else v.dtype
-            self._state = State(self.kind, **sizes, dtype=dtype, device=v.device)  # type: ignore[arg-type]
+            self._state = State(self.kind, **sizes, dtype=accumulation_dtype(v.dtype), device=v.device)  # type: ignore[arg-type]
             self._like = [t.new_empty(t.shape[0], 0, *t.shape[2:]) for t in new]
         check_alike(self._like, new)
         return self._state.attend(*new)

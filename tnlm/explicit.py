@@ -1,7 +1,7 @@
-"""Layers and whole models as `Network`: the polynomial kinds, written out as tensors.
+"""Layers and whole models of the polynomial kinds as tensor networks (`Network`).
 
-A product of tensors has one degree in each of its inputs, and a transformer has not: biases are of degree 0, the
-residual of degree 1, attention of degree 5. So every vector is held with a constant in front, ``(1, x)``, and
+A product of tensors has one degree in each of its inputs; a transformer does not: biases are of degree 0, the residual
+of degree 1, attention of degree 5. Therefore every vector is held with a constant in front, ``(1, x)``, and
 
 - a bias is a column that reads the constant;
 - ``x + mlp(x)`` is an MLP with ``1 + d_model`` more hidden units, each the product of 1 and one entry of ``(1, x)``;
@@ -9,30 +9,33 @@ residual of degree 1, attention of degree 5. So every vector is held with a cons
   ``(1, x)``: *copy heads*;
 - a sum of two linear maps is a product with an index ``term``, in whose term ``t`` all factors but one read the 1.
 
-Layers are nodes, and each is contracted once. One-hot tokens need no constant: theirs is the sum over the vocabulary.
+Each layer is one node, contracted once. One-hot tokens need no constant: the sum over the vocabulary is 1.
 The inverse norms of normed models are inputs, ``(1, 1 / scale)`` per position or per position and head. Formulas and
 costs are in ``docs/tensors.md``.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tnlm.attention import Attention
 from tnlm.config import POLYNOMIAL_ATTENTIONS, POLYNOMIAL_MLPS
-from tnlm.mlp import MLP
 from tnlm.network import DEFAULT_MAX_BYTES, Network, Operand
 from tnlm.norm import RMSNorm
 from tnlm.points import record
 from tnlm.rotary import rotary_tables, rotate
-from tnlm.transformer import Transformer
 
-REASONS = {
+if TYPE_CHECKING:  # the model imports this module
+    from tnlm.attention import Attention
+    from tnlm.mlp import MLP
+    from tnlm.transformer import Transformer
+
+NOT_POLYNOMIAL = {
     "swiglu": "silu is not a polynomial",
     "geglu": "gelu is not a polynomial",
     "reglu": "relu is polynomial only piecewise",
@@ -47,13 +50,13 @@ REASONS = {
 
 
 def augment(x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes one_plus_d"]:
-    """``(1, x)`` along the last axis: what a network with biases reads."""
+    """``(1, x)`` along the last axis: the input of a network with biases."""
     return F.pad(x, (1, 0), value=1.0)
 
 
 @dataclass(frozen=True)
 class _Read:
-    """What a layer reads: the vector ``(1, x, norm(x))``, of which ``1`` and ``norm(x)`` may be absent.
+    """The vector that a layer reads, ``(1, x, norm(x))``, as an operand; ``1`` and ``norm(x)`` may be absent.
 
     Without a norm, ``norm(x)`` is ``x``.
     """
@@ -64,7 +67,12 @@ class _Read:
     normed: bool = False
 
     def columns(self, *, one: Tensor | None = None, raw: Tensor | None = None, read: Tensor | None = None) -> Tensor:
-        """Weights ``(..., size)`` on that vector, from those on the 1 ``(...)``, on ``x`` and on ``norm(x)``."""
+        """Weights ``(..., size)`` on that vector.
+
+        Args:
+            one: Weights on the 1, ``(...)``.
+            raw, read: Weights on ``x`` and on ``norm(x)``, ``(..., d_model)``.
+        """
         given = [one, *(matrix[..., 0] for matrix in (raw, read) if matrix is not None)]
         zero = next(torch.zeros_like(column) for column in given if column is not None)
         zeros = zero[..., None].expand(*zero.shape, self.d_model)
@@ -79,21 +87,21 @@ class _Read:
 # MLP
 
 
-def mlp_network(mlp: MLP) -> Network:
-    """``mlp(x)`` as a network: see `tnlm.mlp.MLP.network`."""
+def mlp_network(mlp: "MLP") -> Network:
+    """``mlp(x)`` as a network; see `tnlm.mlp.MLP.network`."""
     read = _Read("x", mlp.d_in, constant=mlp.reads_constant)
     return _mlp(mlp, read, axes="batch", copies=int(mlp.reads_constant), name="mlp")
 
 
-def mlp_tensor(mlp: MLP, max_bytes: int = DEFAULT_MAX_BYTES) -> Float[Tensor, "d_out d_in d_in"]:
-    """Dense symmetric tensor: see `tnlm.mlp.MLP.tensor`."""
+def mlp_tensor(mlp: "MLP", max_bytes: int = DEFAULT_MAX_BYTES) -> Float[Tensor, "d_out d_in d_in"]:
+    """Dense third-order tensor, symmetric in its inputs; see `tnlm.mlp.MLP.tensor`."""
     w_d, w_l, w_r = _mlp_weights(mlp, _Read("x", mlp.d_in, constant=mlp.reads_constant), int(mlp.reads_constant))
     net = Network([(w_d, "d_out d_hidden"), (w_l, "d_hidden i"), (w_r, "d_hidden j")], "d_out i j", name="mlp tensor")
     t = net.contract(max_bytes=max_bytes)
     return (t + t.mT) / 2
 
 
-def _mlp(mlp: MLP, read: _Read, *, axes: str, copies: int, name: str) -> Network:
+def _mlp(mlp: "MLP", read: _Read, *, axes: str, copies: int, name: str) -> Network:
     w_d, w_l, w_r = _mlp_weights(mlp, read, copies)
     return Network(
         [
@@ -108,11 +116,11 @@ def _mlp(mlp: MLP, read: _Read, *, axes: str, copies: int, name: str) -> Network
     )
 
 
-def _mlp_weights(mlp: MLP, read: _Read, copies: int) -> tuple[Tensor, Tensor, Tensor]:
+def _mlp_weights(mlp: "MLP", read: _Read, copies: int) -> tuple[Tensor, Tensor, Tensor]:
     """``w_d, w_l, w_r`` with ``copies`` more hidden units, which hold the first entries of ``(1, x)``.
 
-    With one copy the output is ``mlp(x)``, the unit of the 1 carrying the bias; with ``1 + d_model`` copies, all of
-    ``(1, x)``, it is ``(1, x + mlp(x))``.
+    With one copy, the 1, the output is ``mlp(x)``, and the bias is the output weight of that unit. With ``1 + d_model``
+    copies, all of ``(1, x)``, the output is ``(1, x + mlp(x))``.
     """
     _require_polynomial("mlp", mlp.kind, POLYNOMIAL_MLPS)
     left = read.columns(one=_like(mlp.b_l, mlp.w_l), read=mlp.w_l)
@@ -137,12 +145,11 @@ def _like(bias: Tensor | None, w: Tensor) -> Tensor | None:
 # Attention
 
 
-def attention_network(attn: Attention, seq: int, *, v_first: bool = False) -> Network:
-    """``attn(x)`` as a network: see `tnlm.attention.Attention.network`."""
+def attention_network(attn: "Attention", seq: int, *, v_first: bool = False) -> Network:
+    """``attn(x)`` as a network; see `tnlm.attention.Attention.network`."""
     if v_first and attn.lamb is None:
         raise ValueError("v_first=True needs an attention with a value residual, got one without lamb")
-    biased = getattr(attn, "b_q1", None) is not None
-    read = _Read("x", attn.d_model, constant=biased or v_first)
+    read = _Read("x", attn.d_model, constant=attn.b_q1 is not None or v_first)
     first = None
     if v_first:
         entries = torch.eye(attn.d_model).to(attn.w_v)
@@ -151,7 +158,7 @@ def attention_network(attn: Attention, seq: int, *, v_first: bool = False) -> Ne
 
 
 def _attention(
-    attn: Attention,
+    attn: "Attention",
     seq: int,
     read: _Read,
     first: tuple[_Read, Tensor] | None,
@@ -159,34 +166,55 @@ def _attention(
     copies: int,
     prefix: str,
 ) -> Network:
-    """``attn(x)``, or ``(1, x + attn(x))`` with enough copy heads; ``first`` is what block 0's value reads, and how.
+    """``attn(x)``, or with ``n_head + 1`` copy heads ``(1, x + attn(x))``.
 
-    With copy heads ``d_qk`` has one more entry, which rotation leaves alone: 1 in theirs, 0 in the others. Their scores
-    are 1, and their mask is the unit matrix.
+    With copy heads ``d_qk`` has one more entry, which is not rotated: 1 in the copy heads, 0 in the others. The
+    scores of copy heads are 1, and their mask is the unit matrix.
+
+    Args:
+        read: Input of queries, keys and values.
+        first: Input of block 0's values, and the weights of these on it by head; None in block 0.
+        copies: Number of copy heads.
+        prefix: Put before the names of nodes and inputs.
     """
     _require_polynomial("attention", attn.kind, POLYNOMIAL_ATTENTIONS)
     rotation = _rotation(attn, seq, padded=copies > 0)
-    branches = attn.branches if attn.kind == "bilinear" else ("1", "1")
-    legs = {
-        leg: _query_or_key(attn, leg, read, rotation, copies=copies, prefix=prefix)
-        for leg in dict.fromkeys(f"{qk}{b}" for b in branches for qk in ("q", "k"))
-    }
+    project = partial(_query_or_key, attn, read=read, rotation=rotation, copies=copies, prefix=prefix)
+    q1 = project("q1", attn.w_q1, attn.b_q1, attn.q_norm)
+    k1 = project("k1", attn.w_k1, attn.b_k1, attn.k_norm)
+    q2, k2 = q1, k1
+    if attn.kind == "bilinear":
+        q2 = project("q2", attn.w_q2, attn.b_q2, attn.q2_norm)
+        k2 = project("k2", attn.w_k2, attn.b_k2, attn.k2_norm)
     value, w_o = _value(attn, read, first, copies=copies, name=f"{prefix}v")
     causal = _wide(torch.ones(seq, seq).tril().to(attn.w_v)) / attn.d_qk**2
     mask = torch.cat([causal.expand(attn.n_head, seq, seq), torch.eye(seq).to(causal).expand(copies, seq, seq)])
-    operands: list[tuple[Operand, str]] = [(mask, "head seq_q seq_k")]
-    for number, b in enumerate(branches, start=1):
-        operands += [
-            (legs[f"q{b}"], f"batch seq_q head d_qk{number}"),
-            (legs[f"k{b}"], f"batch seq_k head d_qk{number}"),
-        ]
-    operands += [(value, "batch seq_k head d_head"), (w_o, "d_model head d_head")]
+    operands: list[tuple[Operand, str]] = [
+        (mask, "head seq_q seq_k"),
+        (q1, "batch seq_q head d_qk1"),
+        (k1, "batch seq_k head d_qk1"),
+        (q2, "batch seq_q head d_qk2"),
+        (k2, "batch seq_k head d_qk2"),
+        (value, "batch seq_k head d_head"),
+        (w_o, "d_model head d_head"),
+    ]
     return Network(operands, "batch seq_q d_model", name=prefix[:-1] or "attn")
 
 
-def _query_or_key(attn: Attention, leg: str, read: _Read, rotation: Tensor, *, copies: int, prefix: str) -> Network:
-    """Rotated queries or keys ``(batch, seq, head, d_qk)``; with QK-norm they take their inverse norms as an input."""
-    w, bias = _heads(attn, getattr(attn, f"w_{leg}")), getattr(attn, f"b_{leg}", None)
+def _query_or_key(
+    attn: "Attention",
+    name: str,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: nn.Module,
+    *,
+    read: _Read,
+    rotation: Tensor,
+    copies: int,
+    prefix: str,
+) -> Network:
+    """Rotated queries or keys ``(batch, seq, head, d_qk)``; with QK-norm their inverse norms are an input."""
+    w = _heads(attn, weight)
     weight = read.columns(one=None if bias is None else bias.view(attn.n_head, -1).to(w.dtype), read=w)
     if copies:
         ones = F.pad(w.new_ones(copies, 1), (attn.d_qk, 0))
@@ -196,19 +224,19 @@ def _query_or_key(attn: Attention, leg: str, read: _Read, rotation: Tensor, *, c
         (read.source, "batch seq d_read"),
         (rotation, "seq d_qk d_unrotated"),
     ]
-    norm = f"{leg.removesuffix('1')}_norm"
-    if isinstance(getattr(attn, norm), RMSNorm):
+    if isinstance(norm, RMSNorm):
         # the input is (1, inverse norms): head n takes entry 1 + n, a copy head the 1
         one, entries = torch.eye(1 + attn.n_head).to(w).split([1, attn.n_head])
         select = torch.cat([entries, one.expand(copies, -1)])
-        operands += [(f"{prefix}{norm}.hook_scale", "batch seq grade"), (select, "head grade")]
-    return Network(operands, "batch seq head d_qk", name=f"{prefix}{leg}")
+        scale = f"{prefix}{name.removesuffix('1')}_norm.hook_scale"
+        operands += [(scale, "batch seq grade"), (select, "head grade")]
+    return Network(operands, "batch seq head d_qk", name=f"{prefix}{name}")
 
 
 def _value(
-    attn: Attention, read: _Read, first: tuple[_Read, Tensor] | None, *, copies: int, name: str
+    attn: "Attention", read: _Read, first: tuple[_Read, Tensor] | None, *, copies: int, name: str
 ) -> tuple[Network, Tensor]:
-    """Values ``(batch, seq, head, d_head)``, mixed with block 0's if ``first`` is given, and the map out of them."""
+    """Network of the values ``(batch, seq, head, d_head)``, mixed with block 0's if ``first`` is given; and ``w_o``."""
     w_v, w_o = _heads(attn, attn.w_v), attn.w_o.view(attn.d_model, attn.n_head, attn.d_head)
     weight = read.columns(read=w_v)
     if copies:
@@ -236,8 +264,8 @@ def _value(
 _VALUE = "batch seq head d_head"
 
 
-def _rotation(attn: Attention, seq: int, *, padded: bool) -> Float[Tensor, "seq d_qk d_qk"]:
-    """Rotation of every position as a matrix, out first; ``padded`` appends an entry that does not turn."""
+def _rotation(attn: "Attention", seq: int, *, padded: bool) -> Float[Tensor, "seq d_qk d_qk"]:
+    """Rotation matrix of every position, output axis first; ``padded`` appends an entry that is not rotated."""
     unit = _wide(torch.eye(attn.d_qk).to(attn.w_v))
     cos, sin = rotary_tables(seq, attn.d_qk, base=attn.rotary_base, dtype=attn.rotary_table_dtype, device=unit.device)
     matrices = rotate(unit[:, None, None, :].expand(-1, seq, 1, -1), cos, sin)[:, :, 0].permute(1, 2, 0)
@@ -249,11 +277,11 @@ def _rotation(attn: Attention, seq: int, *, padded: bool) -> Float[Tensor, "seq 
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 at least: what is not 0 or 1 keeps its digits in a bf16 model."""
+    """``x`` in float32 or wider, so that numbers other than 0 and 1 keep their digits in a bf16 model."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _heads(attn: Attention, w: Tensor) -> Tensor:
+def _heads(attn: "Attention", w: Tensor) -> Tensor:
     """Rows of a projection by head: ``(n_head, d, d_in)``."""
     return w.view(attn.n_head, -1, w.shape[-1])
 
@@ -261,8 +289,8 @@ def _heads(attn: Attention, w: Tensor) -> Tensor:
 # Whole models
 
 
-def transformer_network(model: Transformer, seq: int) -> Network:
-    """Logits before the softcap as a network: see `tnlm.transformer.Transformer.network`."""
+def transformer_network(model: "Transformer", seq: int) -> Network:
+    """Logits before the softcap as a network; see `tnlm.transformer.Transformer.network`."""
     config = model.config
     if not 0 <= seq <= config.n_ctx:
         raise ValueError(f"seq must be between 0 and n_ctx={config.n_ctx}, got {seq}")
@@ -295,15 +323,15 @@ def transformer_network(model: Transformer, seq: int) -> Network:
     return Network(operands, "batch seq d_vocab", name="transformer")
 
 
-def norm_wires(model: Transformer, tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
-    """Inverse norms of a run: see `tnlm.transformer.Transformer.norm_wires`."""
+def norm_wires(model: "Transformer", tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
+    """Inverse norms of a run; see `tnlm.transformer.Transformer.norm_wires`."""
     names = [f"{name}.hook_scale" for name, module in model.named_modules() if isinstance(module, RMSNorm)]
     seen = record(model, tokens, names)
     return {name: augment((1 / seen[name]).flatten(2)) for name in names}
 
 
 class _Residual:
-    """The linear maps on ``(1, x)`` that every layer shares."""
+    """Linear maps on ``(1, x)`` that all layers share: norm, input of a layer, mixing with the embedding."""
 
     def __init__(self, like: Tensor, d_model: int) -> None:
         self.d_model = d_model
@@ -329,7 +357,7 @@ class _Residual:
         return _Read(self._scale(self._both, x, name), self.d_model, normed=True)
 
     def _scale(self, maps: Tensor, x: Network, name: str) -> Network:
-        """``maps[0] x + maps[1] x / scale``: the wire is ``(1, 1 / scale)``."""
+        """``maps[0] x + maps[1] x / scale``; the input ``scale`` of the network is ``(1, 1 / scale)``."""
         operands: list[tuple[Operand, str]] = [
             (maps, "grade d_out d_in"),
             (f"{name}.hook_scale", "batch seq grade"),
@@ -338,7 +366,7 @@ class _Residual:
         return Network(operands, "batch seq d_out", name=name)
 
     def mix(self, lambdas: Tensor, x: Network, x0: Network, name: str) -> Network:
-        """``(1, a x + b x0)``: term 0 takes an entry of ``(1, x)`` and the 1 of x0, term 1 the other way round."""
+        """``(1, a x + b x0)``: term 0 is an entry of ``(1, x)`` times the 1 of x0, term 1 an entry of x0 times 1."""
         scales = torch.cat([lambdas.new_tensor([[1.0], [0.0]]), lambdas[:, None].expand(2, self.d_model)], dim=1)
         operands: list[tuple[Operand, str]] = [(scales, "term d")]
         if x is x0:
@@ -352,6 +380,6 @@ class _Residual:
 def _require_polynomial(field: str, kind: str, polynomial: Collection[str]) -> None:
     if kind not in polynomial:
         raise ValueError(
-            f"{field}={kind!r} has no tensor network: {REASONS[kind]}; "
+            f"{field}={kind!r} has no tensor network: {NOT_POLYNOMIAL[kind]}; "
             f"the kinds that have one are {', '.join(kind for kind in polynomial if kind != 'none')}"
         )

@@ -1,4 +1,4 @@
-"""The MLP kinds: bilinear and squared are polynomials, the others are the baselines they are compared with."""
+"""MLP: the bilinear and squared kinds are polynomials, the others are the baselines they are compared with."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,30 +9,32 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from tnlm.config import GATED_MLPS, MLPKind
-from tnlm.kernels import pointwise
+from tnlm.explicit import mlp_network, mlp_tensor
+from tnlm.kernels import gated_projection, linear
 from tnlm.network import DEFAULT_MAX_BYTES, Network
 from tnlm.points import Point, listened
 
 
-def linear(
-    x: Shaped[Tensor, "... d_in"], w: Shaped[Tensor, "d_out d_in"], bias: Shaped[Tensor, " d_out"] | None = None
-) -> Shaped[Tensor, "... d_out"]:
-    """``x w^T + bias`` in ``x``'s dtype: float32 weights are cast to bf16 activations, as in the published training."""
-    return F.linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "bilinear": lambda x: x,
+    "bilinear": _identity,
     "swiglu": F.silu,
     "geglu": F.gelu,
     "reglu": F.relu,
     "glu": torch.sigmoid,
     "squared": torch.square,
-    "relu2": lambda x: F.relu(x).square(),
+    "relu2": _relu2,
     "relu": F.relu,
     "gelu": F.gelu,
 }
-"""What acts on ``L x``; the gated kinds then multiply by ``R x`` (Shazeer 2020, arXiv:2002.05202)."""
+"""The function of ``L x`` in each kind; the gated kinds then multiply by ``R x`` (Shazeer 2020, arXiv:2002.05202)."""
 
 
 class MLP(nn.Module):
@@ -45,7 +47,7 @@ class MLP(nn.Module):
             in ``x``, plus the bias, and with ``hidden_bias`` of degree 2 in ``(1, x)``; all others are not polynomials.
 
     Fresh layers have ``w_d = 0`` and biases 0, and ``w_l``, ``w_r`` uniform in ``+-1/sqrt(d_in)``.
-    Points: ``hook_pre`` (``L x``), ``hook_pre_linear`` (``R x``), ``hook_post`` (what ``D`` reads).
+    Points: ``hook_pre`` (``L x``), ``hook_pre_linear`` (``R x``), ``hook_post`` (the input of ``D``).
     """
 
     def __init__(
@@ -63,20 +65,20 @@ class MLP(nn.Module):
         super().__init__()
         self.kind, self.gated = kind, kind in GATED_MLPS
         self.d_in, self.d_hidden, self.d_out = d_in, d_hidden, d_out
-        new: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.w_l = nn.Parameter(torch.empty(d_hidden, d_in, **new))
-        self.w_r = nn.Parameter(torch.empty(d_hidden, d_in, **new)) if self.gated else None
-        self.w_d = nn.Parameter(torch.empty(d_out, d_hidden, **new))
-        self.bias = nn.Parameter(torch.empty(d_out, **new)) if bias else None
-        self.b_l = nn.Parameter(torch.empty(d_hidden, **new)) if hidden_bias else None
-        self.b_r = nn.Parameter(torch.empty(d_hidden, **new)) if hidden_bias and self.gated else None
+        factory_kwargs: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.w_l = nn.Parameter(torch.empty(d_hidden, d_in, **factory_kwargs))
+        self.w_r = nn.Parameter(torch.empty(d_hidden, d_in, **factory_kwargs)) if self.gated else None
+        self.w_d = nn.Parameter(torch.empty(d_out, d_hidden, **factory_kwargs))
+        self.bias = nn.Parameter(torch.empty(d_out, **factory_kwargs)) if bias else None
+        self.b_l = nn.Parameter(torch.empty(d_hidden, **factory_kwargs)) if hidden_bias else None
+        self.b_r = nn.Parameter(torch.empty(d_hidden, **factory_kwargs)) if hidden_bias and self.gated else None
         self.hook_pre = Point()
-        if self.gated:
-            self.hook_pre_linear = Point()
+        self.hook_pre_linear: Any = Point() if self.gated else None
         self.hook_post = Point()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Encoders uniform in ``+-1/sqrt(d_in)``; everything else 0."""
         for w in (self.w_l, self.w_r):
             if w is not None:
                 nn.init.uniform_(w, -(self.d_in**-0.5), self.d_in**-0.5)
@@ -93,8 +95,8 @@ class MLP(nn.Module):
         post = ACTIVATIONS[self.kind](self.hook_pre(linear(x, self.w_l, self.b_l)))
         if self.w_r is not None:
             right = self.hook_pre_linear(linear(x, self.w_r, self.b_r))
-            if not listened(self.hook_post) and pointwise.fits(post, right, self.w_d, self.bias):
-                return pointwise.gated_projection(post, right, self.w_d, self.bias)
+            if not listened(self.hook_post):
+                return gated_projection(post, right, self.w_d, self.bias)
             post = post * right
         return linear(self.hook_post(post), self.w_d, self.bias)
 
@@ -107,8 +109,6 @@ class MLP(nn.Module):
         Raises:
             ValueError: The kind is not a polynomial.
         """
-        from tnlm.explicit import mlp_network
-
         return mlp_network(self)
 
     def tensor(self, max_bytes: int = DEFAULT_MAX_BYTES) -> Float[Tensor, "d_out one_plus_d_in one_plus_d_in"]:
@@ -126,8 +126,6 @@ class MLP(nn.Module):
 
         Source: Pearce et al. 2025, arXiv:2410.08417.
         """
-        from tnlm.explicit import mlp_tensor
-
         return mlp_tensor(self, max_bytes)
 
     def extra_repr(self) -> str:
@@ -140,5 +138,24 @@ class BilinearMLP(MLP):
     Source: Pearce et al. 2025, arXiv:2410.08417.
     """
 
-    def __init__(self, *, d_in: int, d_hidden: int, d_out: int, bias: bool = False, **options: Any) -> None:
-        super().__init__(kind="bilinear", d_in=d_in, d_hidden=d_hidden, d_out=d_out, bias=bias, **options)
+    def __init__(
+        self,
+        *,
+        d_in: int,
+        d_hidden: int,
+        d_out: int,
+        bias: bool = False,
+        hidden_bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(
+            kind="bilinear",
+            d_in=d_in,
+            d_hidden=d_hidden,
+            d_out=d_out,
+            bias=bias,
+            hidden_bias=hidden_bias,
+            dtype=dtype,
+            device=device,
+        )

@@ -1,14 +1,11 @@
 """RMS norm without gain."""
 
-import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from tnlm.config import FP32_EPS
-from tnlm.kernels import pointwise
+from tnlm.kernels import rms_norm
 from tnlm.points import Point, listened
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 class RMSNorm(nn.Module):
@@ -27,14 +24,9 @@ class RMSNorm(nn.Module):
         self.hook_normalized = Point()
 
     def forward(self, x: Shaped[Tensor, "... d"]) -> Shaped[Tensor, "... d"]:
-        closed = pointwise.fits(x)
-        if closed and not listened(self.hook_scale, self.hook_normalized):
-            return pointwise.rms_norm(x, self.eps)
-        wide = x.float() if x.dtype in HALF else x
-        scale = pointwise.rms_scale(x, self.eps) if closed else (wide.square().mean(-1, keepdim=True) + self.eps).sqrt()
-        scale = self.hook_scale(scale)
-        # one small reciprocal: the gradient of a division by a broadcast scale costs twice that of a product
-        return self.hook_normalized((wide * scale.reciprocal()).to(x.dtype))
+        if not listened(self.hook_scale, self.hook_normalized):
+            return rms_norm(x, self.eps)
+        return self.hook_normalized(rms_norm(x, self.eps, at_scale=self.hook_scale))
 
     def extra_repr(self) -> str:
         return f"eps={self.eps:g}"

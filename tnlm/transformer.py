@@ -1,4 +1,4 @@
-"""The transformer, top to bottom as the equations read."""
+"""The transformer: embedding, blocks and unembedding, in the order of the equations."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from tnlm.attention import Attention
 from tnlm.cache import Cache, LayerCache, LayerState, all_or_nothing
 from tnlm.config import ModelConfig
-from tnlm.kernels import Implementation
-from tnlm.mlp import MLP, linear
+from tnlm.explicit import norm_wires, transformer_network
+from tnlm.kernels import Implementation, linear
+from tnlm.mlp import MLP
 from tnlm.network import Network
 from tnlm.norm import NoNorm, RMSNorm
 from tnlm.points import Point, name_points
@@ -24,9 +25,16 @@ TOKEN_DTYPES = (torch.int64, torch.int32)
 class Embedding(nn.Module):
     """Token rows of ``w_e`` (d_vocab, d_model), initialised N(0, 1)."""
 
-    def __init__(self, d_vocab: int, d_model: int, **new: Any) -> None:
+    def __init__(
+        self,
+        d_vocab: int,
+        d_model: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
-        self.w_e = nn.Parameter(torch.empty(d_vocab, d_model, **new))
+        self.w_e = nn.Parameter(torch.empty(d_vocab, d_model, dtype=dtype, device=device))
         nn.init.normal_(self.w_e)
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Shaped[Tensor, "batch seq d_model"]:
@@ -36,9 +44,16 @@ class Embedding(nn.Module):
 class Unembedding(nn.Module):
     """``w_u x``, ``w_u`` (d_vocab, d_model), initialised to zero: the first loss is ``ln d_vocab``."""
 
-    def __init__(self, d_vocab: int, d_model: int, **new: Any) -> None:
+    def __init__(
+        self,
+        d_vocab: int,
+        d_model: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
-        self.w_u = nn.Parameter(torch.zeros(d_vocab, d_model, **new))
+        self.w_u = nn.Parameter(torch.zeros(d_vocab, d_model, dtype=dtype, device=device))
 
     def forward(self, x: Shaped[Tensor, "batch seq d_model"]) -> Shaped[Tensor, "batch seq d_vocab"]:
         return linear(x, self.w_u)
@@ -47,28 +62,34 @@ class Unembedding(nn.Module):
 class Block(nn.Module):
     """``x <- a x + b x0;  x <- x + attn(norm(x));  x <- x + mlp(norm(x))``, ``(a, b) = lambdas``."""
 
-    def __init__(self, config: ModelConfig, **new: Any) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
-        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0], **new)) if config.x0_mixing else None
+        factory_kwargs: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0], **factory_kwargs)) if config.x0_mixing else None
         self.hook_resid_pre = Point()
         self.hook_resid_mixed = Point()
         self.attn = self.mlp = None
         if config.attention != "none":
             self.ln1 = _norm(config)
-            self.attn = Attention(config, **new)
+            self.attn = Attention(config, **factory_kwargs)
             self.hook_attn_out = Point()
         if config.mlp != "none":
             self.hook_resid_mid = Point()
             self.ln2 = _norm(config)
-            width, hidden = config.d_model, config.d_hidden
             self.mlp = MLP(
                 kind=config.mlp,
                 bias=config.mlp_bias,
                 hidden_bias=config.mlp_hidden_bias,
-                d_in=width,
-                d_hidden=hidden,
-                d_out=width,
-                **new,
+                d_in=config.d_model,
+                d_hidden=config.d_hidden,
+                d_out=config.d_model,
+                **factory_kwargs,
             )
             self.hook_mlp_out = Point()
         self.hook_resid_post = Point()
@@ -120,18 +141,18 @@ class Transformer(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        new = {"dtype": dtype, "device": device}
+        factory_kwargs: dict[str, Any] = {"dtype": dtype, "device": device}
         self.config = config
         self.compute_dtype: torch.dtype | None = None
-        self.embed = Embedding(config.d_vocab, config.d_model, **new)
+        self.embed = Embedding(config.d_vocab, config.d_model, **factory_kwargs)
         self.hook_embed_raw = Point()
         if config.embedding_norm:
             self.ln_embed = _norm(config)
         self.hook_embed = Point()
-        blocks = nn.ModuleList(Block(config, **new) for _ in range(config.n_layer))
+        blocks = nn.ModuleList(Block(config, **factory_kwargs) for _ in range(config.n_layer))
         self.blocks: Sequence[Block] = blocks  # type: ignore[assignment]
         self.ln_final = _norm(config) if config.final_norm else NoNorm()
-        self.unembed = Unembedding(config.d_vocab, config.d_model, **new)
+        self.unembed = Unembedding(config.d_vocab, config.d_model, **factory_kwargs)
         name_points(self)
         self.set_implementation(implementation)
 
@@ -236,8 +257,6 @@ class Transformer(nn.Module):
         Raises:
             ValueError: MLP or attention is not a polynomial, or ``seq`` is over ``n_ctx``.
         """
-        from tnlm.explicit import transformer_network
-
         return transformer_network(self, seq)
 
     def norm_wires(self, tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
@@ -251,8 +270,6 @@ class Transformer(nn.Module):
         Raises:
             ValueError: What forward refuses, or the model is compiled: its points do not fire.
         """
-        from tnlm.explicit import norm_wires
-
         return norm_wires(self, tokens)
 
     def check_tokens(self, tokens: Tensor, *, start: int = 0, limit: int | None = None) -> None:

@@ -9,7 +9,7 @@ from tnlm.config import GATED_MLPS
 from tnlm.kernels import pointwise
 from tnlm.mlp import MLP
 from tnlm.norm import RMSNorm
-from tnlm.rotary import Rotation, rotary_tables, rotate
+from tnlm.rotary import rotary_tables, rotate
 
 EPS = 1e-3
 
@@ -30,7 +30,7 @@ def tables(seq=5, d=6):
 
 
 def turned(x):
-    return pointwise.rotation(x, pointwise.wide_tables(*tables(), n_head=x.shape[-2], dtype=x.dtype))
+    return pointwise.Rotation(*tables())(x)
 
 
 def noise(*shape, dtype=torch.float64):
@@ -111,7 +111,7 @@ def test_rotations_lie_heads_first_in_memory():
 
 
 def test_one_pair_of_tables_serves_tensors_of_several_kinds():
-    rotation = Rotation(*tables())
+    rotation = pointwise.Rotation(*tables())
     for n_head, dtype in ((3, torch.float32), (2, torch.float32), (3, torch.float64), (3, torch.float32)):
         x = noise(2, 5, n_head, 6, dtype=dtype)
         assert_close(rotation(x), rotation_formula(x, *tables()))
@@ -122,16 +122,14 @@ def test_one_pair_of_tables_serves_tensors_of_several_kinds():
 
 
 class TestTheFormulaStandsInWhere:
-    """``fits`` is false; that the closed form would fail or be wrong there is why."""
+    """``closed_gradients_fit`` is false, because the closed form would fail or be wrong there."""
 
     @pytest.fixture(autouse=True)
     def closed_forms_are_counted(self, monkeypatch):
         self.calls = []
-        for name in ("rms_norm", "rotation"):
-            original = getattr(pointwise, name)
-            monkeypatch.setattr(
-                pointwise, name, lambda *a, original=original, **k: self.calls.append(1) or original(*a, **k)
-            )
+        for closed in (pointwise._RMSNorm, pointwise._Rotation):
+            original = closed.apply
+            monkeypatch.setattr(closed, "apply", lambda *a, original=original: self.calls.append(1) or original(*a))
 
     def layer(self, x):
         return rotate(RMSNorm(EPS)(x), *tables())
@@ -287,8 +285,9 @@ class TestGatedProjection:
 
     @pytest.mark.parametrize("kind", GATED_MLPS)
     def test_the_layer_takes_it_unless_somebody_listens(self, kind, monkeypatch):
-        calls, original = [], pointwise.gated_projection
-        monkeypatch.setattr(pointwise, "gated_projection", lambda *a: calls.append(1) or original(*a))
+        calls, closed = [], pointwise._GatedProjection
+        original = closed.apply
+        monkeypatch.setattr(closed, "apply", lambda *a: calls.append(1) or original(*a))
         layer, x = MLP(kind=kind, d_in=3, d_hidden=7, d_out=4), noise(5, 3, dtype=torch.float32)
         with torch.no_grad():
             for p in layer.parameters():

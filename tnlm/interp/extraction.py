@@ -15,7 +15,6 @@ from tnlm.config import POLYNOMIAL_MLPS, ModelConfig
 from tnlm.interp.contraction import contract
 from tnlm.interp.layers.bilinear import BilinearTensor
 from tnlm.interp.layers.heads import BilinearHead
-from tnlm.norm import HALF
 from tnlm.points import is_point, record
 from tnlm.rotary import rotary_frequencies
 from tnlm.transformer import Transformer
@@ -86,7 +85,7 @@ class Extracted:
     def cast(self, p: Tensor) -> Tensor:
         """A parameter in the dtype of this object, detached; a view where it already has that dtype."""
         p = p.detach()
-        return p.to(self.dtype) if self.dtype is not None else (p.float() if p.dtype in HALF else p)
+        return p.to(self.dtype) if self.dtype is not None else p.to(torch.promote_types(p.dtype, torch.float32))
 
     @cached_property
     def embed(self) -> Float[Tensor, "d_vocab d_model"]:

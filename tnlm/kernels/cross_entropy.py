@@ -1,36 +1,41 @@
-"""Mean cross-entropy of unembedded rows, some at a time: the logits of a batch are never all in memory."""
+"""Mean cross-entropy of unembedded rows, some rows at a time, so that the logits of a batch are never all in memory."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.autograd import Function
 
+from tnlm.kernels import pointwise
+from tnlm.kernels.precision import accumulation_dtype, linear
 from tnlm.kernels.transforms import partial_gradients
 
 MIN_ROWS = 128
-"""Fewer would leave a matmul idle."""
+"""Rows at a time, at least: with fewer a matmul does not use the cores."""
 LOGITS = {"cpu": 2**17}
-"""Logits at a time, if that is more rows: on a CPU 512 KiB in float32, so that they stay in cache."""
+"""Logits at a time by device, if that is more rows: 512 KiB in float32, so that they stay in the cache of a CPU."""
 LOGITS_ELSEWHERE = 2**26
 
 
 def unembedded_cross_entropy(
-    x: Float[Tensor, "*rows d_model"],
-    w_u: Float[Tensor, "d_vocab d_model"],
+    x: Shaped[Tensor, "*rows d_model"],
+    w_u: Shaped[Tensor, "d_vocab d_model"],
     targets: Int[Tensor, "*rows"],
     cap: float | None,
 ) -> Float[Tensor, ""]:
-    """Mean of ``-log softmax(softcap(w_u x))[target]`` in nats; ``softcap(z) = cap tanh(z / cap)``, z without a cap.
+    """Mean of ``-log softmax(softcap(w_u x))[target]`` in nats, in float32 or wider.
 
-    Forward forms the gradients of x and w_u along with the loss, and backward only scales them: the logits of 128 or
-    more rows, twice, and the gradient of w_u stand in for about four times the logits of the batch. Agrees with
-    autograd, to any order, up to rounding. For float32 and float64, where :func:`tnlm.kernels.pointwise.fits` holds for
-    x and w_u.
+    ``softcap(z) = cap tanh(z / cap)``; without a cap it is z. Where closed gradients can be used
+    (:func:`tnlm.kernels.pointwise.closed_gradients_fit`), forward computes the gradients of x and w_u along with the
+    loss, and backward only scales them: the logits of 128 or more rows, twice, and the gradient of w_u are held instead
+    of about four times the logits of the batch. They agree with autograd of the formula, to any order, up to rounding.
     """
-    return _UnembeddedCrossEntropy.apply(x, w_u, targets, cap, torch.is_grad_enabled())
+    if pointwise.closed_gradients_fit(x, w_u):
+        return _UnembeddedCrossEntropy.apply(x, w_u, targets, cap, torch.is_grad_enabled())
+    return _formula(x, w_u, targets, cap)
 
 
 class _UnembeddedCrossEntropy(Function):
@@ -65,7 +70,7 @@ class _UnembeddedCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, w_u, targets, *gradients = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative is wanted: that of the formula
+        if torch.is_grad_enabled():  # a second derivative is wanted; autograd finds it from the formula
             found = partial_gradients(lambda x, w_u: _formula(x, w_u, targets, ctx.cap), (x, w_u), grad)
         else:
             found = tuple(None if d is None else d * grad for d in gradients)
@@ -73,13 +78,14 @@ class _UnembeddedCrossEntropy(Function):
 
 
 def _formula(x: Tensor, w_u: Tensor, targets: Tensor, cap: float | None) -> Tensor:
-    z = x @ w_u.mT
+    z = linear(x, w_u)
     z = z if cap is None else cap * torch.tanh(z / cap)
-    return (z.logsumexp(-1) - z.gather(-1, targets[..., None]).squeeze(-1)).mean()
+    wide = z.to(accumulation_dtype(z.dtype))
+    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape).mean()
 
 
 def _parts(rows: Tensor, w_u: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Slices of the rows, each with memory for its logits and as much again: the same for all."""
+    """Slices of the rows, each with two work arrays for its logits; all slices share the same memory."""
     n_rows, d_vocab = rows.shape[0], w_u.shape[0]
     size = max(MIN_ROWS, LOGITS.get(rows.device.type, LOGITS_ELSEWHERE) // d_vocab)
     tiles = [rows.new_empty(min(size, n_rows), d_vocab) for _ in range(2)]

@@ -1,10 +1,13 @@
-"""What dtype sums are formed in, how they are rounded at the end, and autocast, which operators must settle."""
+"""Dtypes of the layers and kernels: in which one sums are formed, how results are rounded, and autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Shaped
 from torch import Tensor
 
+HALF = (torch.bfloat16, torch.float16)
 FP16_MAX = torch.finfo(torch.float16).max
 CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that autocast casts; float64 and complex stay as they are."""
@@ -12,7 +15,14 @@ CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which scores and sums are formed: float32 for the half types, else the input's own."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if dtype in HALF else dtype
+
+
+def linear(
+    x: Shaped[Tensor, "... d_in"], w: Shaped[Tensor, "d_out d_in"], bias: Shaped[Tensor, " d_out"] | None = None
+) -> Shaped[Tensor, "... d_out"]:
+    """``x w^T + bias`` in ``x``'s dtype: float32 weights are cast to bf16 activations, as in the published training."""
+    return F.linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def narrow(out: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from tnlm.norm import HALF
+from tnlm.kernels.precision import HALF
 
 NSDtype = Literal["auto", "float32", "bfloat16", "float64"]
 Distribution = Literal["round_robin", "replicate"]
