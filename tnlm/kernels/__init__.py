@@ -1,6 +1,7 @@
-"""Attention without softmax: one definition and implementations that agree with it.
+"""Attention without softmax: `bilinear_attention` and `squared_attention`, in several implementations.
 
-``docs/kernels.md`` has the table of what "auto" chooses, the error contract, and how to decode with a state.
+`tnlm.kernels.eager` is the definition; the others agree with it up to rounding. ``docs/kernels.md`` has the table of
+what "auto" chooses, the limits on errors, and how to decode with a state.
 """
 
 from tnlm.kernels.dispatch import IMPLEMENTATIONS, Implementation, bilinear_attention, squared_attention
