@@ -6,9 +6,10 @@
     python benchmarks/attention.py --gpu                        # one CUDA device, bf16, under ten minutes
     TRITON_INTERPRET=1 python benchmarks/attention.py --dry     # all that --gpu does, at toy sizes on a CPU
 
-The error contract of the tests comes first, and nothing is timed when it fails. Candidates take turns within one loop;
-figures are medians with their quartiles, ratios are within one run and name their backend. One JSON object per line,
-written to --out as soon as it is measured, the most valuable first; a row that its budget does not reach says so.
+First the limits on errors are tested as in the tests, and nothing is timed if that fails. Candidates take turns within
+one loop; figures are medians with their quartiles, ratios are within one run and name their backend. Each row is a JSON
+object in a line, written to --out as soon as it is measured, the most valuable first. A row that did not fit into its
+time budget says so.
 The GPU run needs torch, triton, einops, opt_einsum, safetensors and this repository; jaxtyping only if installed.
 In a copy of the repository without its history, give --commit.
 """
@@ -48,7 +49,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import record
+from benchmarks import processes, record
 from tests.kernels.attention_cases import assert_contract, operands, random_grad
 from tnlm.kernels import bilinear_attention, squared_attention
 from tnlm.kernels.ops import causal_pairs
@@ -68,23 +69,23 @@ CROSSOVER_SHAPES: tuple[Shape, ...] = (
     (1, 384, 9, 64),
     (1, 1024, 9, 64),
 )
-"""Where "auto" on a CPU changes from eager to chunked: the table of docs/kernels.md."""
+"""Shapes around which "auto" on a CPU changes from eager to chunked: the table of docs/kernels.md."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run of the Triton kernels measures: the shapes in the order of their value, then whole training steps."""
+    """Settings of a run of the Triton kernels; shapes come in the order of their value."""
 
     device: str
     dtype: torch.dtype
     gate: tuple[tuple[int, int, int], ...]
-    """d_qk, d_v and seq of the error contract."""
+    """d_qk, d_v and seq of the tests that come first."""
     shapes: tuple[Shape, ...]
     matmul: int
-    """Size of the square matmul whose rate is the ceiling."""
+    """Size of the square matmul whose rate is the upper bound."""
     step_batch: int
     step_half: int
-    """d_qk of bilinear attention with the parameters of softmax."""
+    """d_qk at which bilinear attention has as many parameters as softmax attention."""
     step_model: dict
     """Changes to the published architecture."""
     step_backend: str
@@ -118,10 +119,10 @@ SDPA = {
     "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 LIMITS = {"bilinear:chunked": 1.70, "squared:chunked": 1.05}
-"""What a CPU run must show at the first shape, forward + backward, as a ratio to SDPA."""
+"""Largest allowed time at the first CPU shape, forward + backward, as a ratio to SDPA."""
 
 BUSY_THREADS, BUSY_PROCESSES, BUSY_LIMIT = 2, 3, 2.0
-"""Beside so many spinning processes the ratio to SDPA may be at most so many times that on the quiet machine."""
+"""Beside so many busy processes, the ratio to SDPA may be at most so many times the ratio without them."""
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def published(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor) -> Tensor:
-    """Dense scores, a mask, one einsum: how the released models were trained."""
+    """Attention by dense scores, a mask and one einsum, as in the training of the released models."""
     seq, scale = q1.shape[1], 1 / q1.shape[3]
     s1, s2 = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale for q, k in ((q1, k1), (q2, k2)))
     mask = torch.tril(torch.ones(seq, seq, device=v.device, dtype=v.dtype))
@@ -149,7 +150,7 @@ def candidate(name: str) -> tuple[Callable[..., Tensor], int, float]:
 
 
 class Task:
-    """One candidate on one shape: `run` does the forward, or forward and backward."""
+    """One candidate on one shape; `run` does the forward, or the forward and backward."""
 
     def __init__(self, name: str, shape: Shape, device: str, dtype: torch.dtype, backward: bool) -> None:
         self.name, self.backward = name, backward
@@ -186,7 +187,7 @@ class Task:
 
 
 class Processor:
-    """Process time of a call on a CPU; `memory_growth` measures memory, in a process of its own."""
+    """Process time of a call on a CPU. Memory is measured by `memory_growth`, in a process of its own."""
 
     def seconds(self, call: Callable[[], None]) -> float:
         start = time.process_time()
@@ -199,7 +200,7 @@ class Processor:
 
 
 class Clock(Processor):
-    """Time that passes during a call: process time would not see it wait for a thread that is not running."""
+    """Wall time of a call, which includes waiting for a thread that is not running; process time would not."""
 
     def seconds(self, call: Callable[[], None]) -> float:
         start = time.perf_counter()
@@ -208,7 +209,7 @@ class Clock(Processor):
 
 
 class Cuda:
-    """Time of a call between two events, and by how much it raises the peak of allocated memory.
+    """Time of a call between two CUDA events, and its increase of the peak of allocated memory.
 
     Zeroing 4 GiB first flushes L2, and takes long enough for the host to queue the call before the clock starts.
     """
@@ -236,11 +237,11 @@ class Cuda:
 Meter = Processor | Cuda
 WARM_UPS = 3
 LEAST_REPEATS = 3
-"""Of candidates that were warmed up within their budget; compiling a whole model may use up all of it."""
+"""Repeats of a candidate that was warmed up within its budget, even if the budget is used up by then."""
 
 
 def interleaved(tasks: list, meter: Meter, repeats: int, deadline: float) -> Iterator[dict]:
-    """Warm up, then let the candidates take turns; those that cannot run, or in time, are rows that say so."""
+    """Rows of the candidates, which are warmed up and then take turns; one that cannot run, or is late, says so."""
     memory: dict[str, dict] = {}
     for task in tasks:
         if time.monotonic() > deadline:
@@ -286,7 +287,7 @@ def operator_rows(
     repeats: int,
     deadline: float = float("inf"),
 ) -> Iterator[dict]:
-    """Forward + backward first: it is worth more."""
+    """Rows of the candidates on one shape: forward + backward first, since it is worth more, then forward."""
     about = {"shape": "B{} T{} H{} D{}".format(*shape), "dtype": str(dtype).removeprefix("torch.")}
     for backward in (True, False):
         tasks = [Task(name, shape, device, dtype, backward) for name in names]
@@ -322,7 +323,7 @@ class Step:
 
 
 def step_rows(plan: Plan, meter: Meter, repeats: int, deadline: float) -> Iterator[dict]:
-    """Softmax attention is that of ``sdpa:default``; bilinear-half has its number of parameters."""
+    """Rows of training steps. Softmax attention is that of ``sdpa:default``; bilinear-half has as many parameters."""
     kinds = {
         "softmax": {"attention": "softmax"},
         "bilinear": {"attention": "bilinear"},
@@ -336,7 +337,7 @@ def step_rows(plan: Plan, meter: Meter, repeats: int, deadline: float) -> Iterat
 
 
 def gate(device: str, dtype: torch.dtype, sizes: tuple[tuple[int, int, int], ...], implementations: list[str]) -> None:
-    """The error contract of the tests; raises when anything is wrong."""
+    """Run the tests' comparison of outputs and gradients with the definition; raises if an error is too large."""
     for kind in ("bilinear", "squared"):
         for d_qk, d_v, seq in sizes:
             tensors = operands(kind, seq_q=seq, batch=2, n_head=8, d_qk=d_qk, d_v=d_v, dtype=dtype)
@@ -353,9 +354,9 @@ def kernels_of(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def warm(device: str, dtype: torch.dtype, kind: str, d_qk: int, d_v: int) -> str | None:
-    """Fill Triton's cache on disk, in a process of its own: in series, compiling would take longer than measuring.
+    """Compile one kernel into Triton's cache on disk; returns the reason if that fails, else None.
 
-    Returns the reason when that fails; a measurement of that kernel will say so again.
+    Called in several processes: one after the other, compiling would take longer than measuring.
     """
     n = 2 if kind == "bilinear" else 1
     try:
@@ -370,28 +371,23 @@ def warm(device: str, dtype: torch.dtype, kind: str, d_qk: int, d_v: int) -> str
 
 
 def memory_growth(name: str) -> int:
-    """Bytes by which one forward + backward at the first CPU shape raises the peak of this fresh process (Linux)."""
-
-    def resident(field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
-
+    """Bytes by which one forward + backward at the first CPU shape raises the peak of this new process (Linux)."""
     task = Task(name, CPU_SHAPES[0], "cpu", torch.float32, backward=True)
     Task(name, (1, 8, 1, 16), "cpu", torch.float32, backward=True).run()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = resident("VmRSS")
+    before = processes.memory("VmRSS")
     task.run()
-    return resident("VmHWM") - before
+    return processes.memory("VmHWM") - before
 
 
 def cpu_rows(repeats: int) -> Iterator[dict]:
+    """Rows of a CPU run: time and memory at its shapes, then the shapes around which "auto" changes."""
     names = ["sdpa:default", "einsum:published", "bilinear:eager", "bilinear:chunked", "bilinear-half:chunked"]
     names += ["squared:eager", "squared:chunked"]
     for shape in CPU_SHAPES:
         yield from operator_rows(names, shape, "cpu", torch.float32, Processor(), repeats)
     for name in names:
-        command = [sys.executable, __file__, "--memory", name]
-        grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        grown = int(processes.run_again(__file__, "--memory", name))
         about = {"shape": "B{} T{} H{} D{}".format(*CPU_SHAPES[0]), "dtype": "float32"}
         yield {**about, "candidate": name, "pass": "memory of forward+backward", "repeats": 1, "bytes": grown}
     for shape in CROSSOVER_SHAPES:
@@ -400,7 +396,7 @@ def cpu_rows(repeats: int) -> Iterator[dict]:
 
 
 def busy_rows(repeats: int) -> Iterator[dict]:
-    """The first CPU shape on several threads, alone and then beside processes that never wait."""
+    """Rows of the first CPU shape on several threads, alone and then beside busy processes."""
     names = ["sdpa:default", *LIMITS]
     for n in (0, BUSY_PROCESSES):
         others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n)]
@@ -414,7 +410,7 @@ def busy_rows(repeats: int) -> Iterator[dict]:
 
 
 def busy_verdict(rows: list[dict]) -> list[str]:
-    """What a run of `busy_rows` owes."""
+    """The limits that a run of `busy_rows` missed, in words."""
     ratio = {
         (row["candidate"], row["busy_processes"]): row["ratio_to"]["sdpa:default"]
         for row in rows
@@ -429,9 +425,9 @@ def busy_verdict(rows: list[dict]) -> list[str]:
 
 
 def triton_rows(plan: Plan, meter: Meter | None, repeats: int, seconds: float) -> Iterator[dict]:
-    """Compile in parallel, gate, the first shape, training steps, the other shapes; each within its budget.
+    """Rows of a Triton run: compilation, the first shape, training steps, other shapes, each within its time budget.
 
-    ``meter`` is None for that of the plan's device, made after the other processes have left it.
+    ``meter`` is None for that of the plan's device; it is made after the compiling processes have ended.
     """
     started = time.monotonic()
     jobs = kernels_of(plan)
@@ -459,7 +455,7 @@ def triton_rows(plan: Plan, meter: Meter | None, repeats: int, seconds: float) -
 
 
 def verdict(rows: list[dict]) -> list[str]:
-    """What a CPU run owes, from its own rows; empty when all of it holds."""
+    """The limits that a CPU run missed, in words, from its own rows."""
     shape = "B{} T{} H{} D{}".format(*CPU_SHAPES[0])
     found = {r["candidate"]: r for r in rows if r.get("shape") == shape and r["pass"] == "forward+backward"}
     memory = {r["candidate"]: r["bytes"] for r in rows if "bytes" in r}

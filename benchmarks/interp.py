@@ -2,19 +2,18 @@
 
     OMP_NUM_THREADS=1 python benchmarks/interp.py [--full] [--only NAME ...] [--trained FOLDER ...]
 
-Weights are random (or random with planted strong units), drawn from a fixed seed: what is measured needs only the
-factors of a layer. What does depend on the weights is how fast eigenpairs converge, so their rows describe the spectrum
-they hold for, and one of them is of a nano model that is trained here first (a minute), with one more for every folder
-given. Every case runs in its own process, so that its peak memory is its own. Times are process times of one thread, in
-seconds, median of the repeats. A naive route that would take too long runs on a subset, is scaled to the whole, and
-says so. Results are appended as JSON lines to benchmarks/results/.
+Weights are random (or random with planted strong units), drawn from a fixed seed. Only the convergence of eigenpairs
+depends on the weights, so their rows describe the spectrum that they hold for; one of them is of a nano model that is
+trained here first (a minute), with one more for every folder given. Every case runs in its own process, so that its
+peak memory is its own. Times are process times of one thread, in seconds, median of the repeats. A naive route that
+would take too long runs on a subset, is scaled to the whole, and says so. Results are appended as JSON lines to
+benchmarks/results/.
 """
 
 import argparse
 import json
 import math
 import multiprocessing
-import os
 import resource
 import statistics
 import subprocess
@@ -26,6 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import processes
 import record
 import torch
 
@@ -202,14 +202,14 @@ def case_eigs_trained(full: bool, folder: str) -> dict:
 
 
 def train_nano(run: Path) -> None:
-    """The preset nano as it is, 250 steps on the embedded corpus, seed 0: about a minute on one core."""
+    """Train the preset nano: 250 steps on the embedded corpus, seed 0, about a minute on one core."""
     from tnlm.training import preset, train
 
     train(preset("nano").replace(seed=0, threads=1, sample_tokens=0, save_every=None, out=str(run)), progress=False)
 
 
 def trained_nano(folder: Path) -> Path:
-    """Its folder. Trained in a process of its own: a child starts from the peak memory of its parent."""
+    """The folder of a nano model, trained in another process: children start from the peak memory of this one."""
     run = folder / "nano-250-steps-seed-0"
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(train_nano, run).result()
@@ -278,7 +278,15 @@ def case_extraction(full: bool) -> dict:
     }
 
 
-CASES = {name.removeprefix("case_"): f for name, f in sorted(globals().items()) if name.startswith("case_")}
+CASES: dict[str, Callable[..., dict]] = {
+    "eigs_equal": case_eigs_equal,
+    "eigs_planted": case_eigs_planted,
+    "eigs_random": case_eigs_random,
+    "eigs_trained": case_eigs_trained,
+    "extraction": case_extraction,
+    "moments": case_moments,
+    "similarity": case_similarity,
+}
 
 
 def peak_bytes() -> int:
@@ -287,7 +295,7 @@ def peak_bytes() -> int:
 
 
 def run_case(name: str, full: bool, trained: list[str]) -> dict:
-    """One case in this process."""
+    """The row of one case, measured in this process."""
     torch.set_num_threads(1)
     before = peak_bytes()
     with torch.no_grad():
@@ -296,10 +304,8 @@ def run_case(name: str, full: bool, trained: list[str]) -> dict:
 
 
 def measured(task: list[str], *, full: bool) -> str:
-    """The row of one case, from a process of its own: its peak memory is its own too."""
-    command = [sys.executable, __file__, *(["--full"] if full else []), "--inside", *task]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    """The row of one case, as JSON, measured in a process of its own."""
+    return processes.run_again(__file__, *(["--full"] if full else []), "--inside", *task)
 
 
 def main() -> int:

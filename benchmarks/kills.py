@@ -1,4 +1,4 @@
-"""Training killed with SIGKILL at random moments, again and again: is the finished run the one that was never killed?
+"""Test that training killed with SIGKILL at random moments, again and again, ends as if it had never been killed.
 
     python benchmarks/kills.py [--kills N] [--seed N]
 
@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import record
+
 from tnlm.checkpoints.local import find_defect
 from tnlm.output.files import sha256
 from tnlm.training.data.toy import write_cycles
@@ -33,6 +35,7 @@ FLAGS = f"--batch 4 --micro-batch 2 --val-tokens 64 --steps {STEPS} --val-every 
 
 
 def launch(data: Path, out: Path) -> subprocess.Popen[bytes]:
+    """Start a training run, or resume it."""
     command = [sys.executable, "-m", "tnlm.training.cli", "run", "--data", str(data), "--tokenizer", "none"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -40,19 +43,20 @@ def launch(data: Path, out: Path) -> subprocess.Popen[bytes]:
 
 
 def newest(out: Path) -> int:
-    """Step of the newest complete checkpoint whose contents are what its hashes say; 0 without one."""
+    """Step of the newest complete checkpoint whose contents have the recorded hashes; 0 if there is none."""
     steps = [0, *complete_steps(out)]
     return max(s for s in steps if s == 0 or not find_defect(out / "checkpoints" / f"step_{s:06d}", contents=True))
 
 
 def what_is_left(out: Path) -> tuple[list[tuple[int, float]], str, list[str]]:
-    """Losses, sha256 of the trained weights, and files that belong to no finished run."""
+    """Losses, sha256 of the trained weights, and temporary files that a finished run should not have."""
     losses = [(e["step"], e["loss"]) for e in read_metrics(out / "metrics.jsonl") if e["kind"] == "train"]
     weights = sha256(out / (out / "latest").read_text().strip() / "model.safetensors")
     return losses, weights, sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.name.startswith("."))
 
 
 def measure(kills: int, rng: random.Random, folder: Path) -> Iterator[dict[str, object]]:
+    """One row per kill and one per finished run; ``whole`` says whether all is as it should be."""
     data = folder / "data"
     write_cycles(data, seq=8, d_vocab=16, period=(2, 4), train_sequences=100_000, val_sequences=20)
     launch(data, folder / "whole").wait()
@@ -80,8 +84,6 @@ def measure(kills: int, rng: random.Random, folder: Path) -> Iterator[dict[str, 
 
 
 def main() -> int:
-    import record
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)

@@ -11,7 +11,6 @@ JSON lines to benchmarks/results/.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import threading
 import time
 from pathlib import Path
 
+import processes
 import record
 import torch
 
@@ -35,7 +35,7 @@ TIME_LIMIT, MEMORY_LIMIT = 1.3, 1.15
 
 
 def write_checkpoint(folder: Path) -> None:
-    """The released folder, with random weights: 545,902,902 parameters, of which 57,970,998 in bf16."""
+    """Write a folder in the released layout, random: 545,902,902 parameters, of which 57,970,998 in bf16."""
     generator = torch.Generator().manual_seed(0)
     shapes = tnlm.Transformer(CONFIG, device="meta").state_dict()
     state = {}
@@ -50,22 +50,15 @@ def write_checkpoint(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**sizes, **flags}))
 
 
-def anonymous() -> int:
-    """Anonymous resident memory of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("RssAnon is missing from /proc/self/status; this benchmark needs Linux")
-
-
 def read(how: str, folder: Path) -> object:
+    """The contents of the checkpoint, read by ``torch.load``, or by ``tnlm.load`` as float32 or as saved."""
     if how == "torch.load":
         return torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
     return tnlm.load(folder, dtype="checkpoint" if how == "checkpoint" else None)
 
 
 def measure_time(how: str, folder: Path) -> dict[str, float]:
-    """One reading, in this process, in wall and CPU seconds."""
+    """Wall and CPU seconds of one reading in this process."""
     wall, cpu = time.perf_counter(), time.process_time()
     kept = read(how, folder)
     seconds = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
@@ -74,14 +67,14 @@ def measure_time(how: str, folder: Path) -> dict[str, float]:
 
 
 def measure_memory(how: str, folder: Path) -> int:
-    """One more reading: peak anonymous memory above the start, in bytes. Sampling slows it, so it has no time."""
-    start = peak = anonymous()
+    """Peak anonymous memory of one reading above the start, in bytes. Sampling slows it, so it is not timed."""
+    start = peak = processes.memory("RssAnon")
     done = threading.Event()
 
     def sample() -> None:
         nonlocal peak
         while not done.wait(0.005):
-            peak = max(peak, anonymous())
+            peak = max(peak, processes.memory("RssAnon"))
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -89,11 +82,11 @@ def measure_memory(how: str, folder: Path) -> int:
     done.set()
     sampler.join()
     assert kept is not None
-    return max(peak, anonymous()) - start
+    return max(peak, processes.memory("RssAnon")) - start
 
 
 def owns_memory(folder: Path) -> bool:
-    """Whether parameters stay as they are when the file is overwritten."""
+    """Whether the loaded parameters keep their values when the file is overwritten."""
     model = tnlm.load(folder)
     before = [p.detach().double().sum().item() for p in model.parameters()]
     path = folder / "pytorch_model.bin"
@@ -104,10 +97,9 @@ def owns_memory(folder: Path) -> bool:
     return before == [p.detach().double().sum().item() for p in model.parameters()]
 
 
-def run(*arguments: str) -> str:
-    command = [sys.executable, __file__, *arguments]
-    one_thread = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=one_thread).stdout
+def measured(what: str, folder: Path) -> str:
+    """One measurement, as JSON, in a process of its own."""
+    return processes.run_again(__file__, "--measure", what, "--folder", str(folder))
 
 
 def main() -> int:
@@ -130,14 +122,14 @@ def main() -> int:
     subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", *TESTS], cwd=ROOT, check=True, stdout=sys.stderr)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
-        run("--measure", "write", "--folder", str(folder))
+        measured("write", folder)
         times: dict[str, list[dict[str, float]]] = {how: [] for how in HOWS}
         for _ in range(options.repeats):
             for how in HOWS:
-                times[how].append(json.loads(run("--measure", f"time:{how}", "--folder", str(folder))))
-        peaks = {how: json.loads(run("--measure", f"memory:{how}", "--folder", str(folder))) for how in HOWS}
+                times[how].append(json.loads(measured(f"time:{how}", folder)))
+        peaks = {how: json.loads(measured(f"memory:{how}", folder)) for how in HOWS}
         size = (folder / "pytorch_model.bin").stat().st_size
-        owns = json.loads(run("--measure", "ownership", "--folder", str(folder)))
+        owns = json.loads(measured("ownership", folder))
     records = [summary(how, times, peaks[how]) for how in HOWS]
     torch.set_num_threads(1)
     facts = {
@@ -154,7 +146,7 @@ def main() -> int:
 
 
 def summary(how: str, times: dict[str, list[dict[str, float]]], peak: int) -> dict:
-    """Medians and spreads. The ratio that counts is of CPU time, which a busy machine disturbs least."""
+    """The row of one way of reading: medians and spreads. The limit is on CPU time, which other load disturbs least."""
     row: dict[str, object] = {"how": how, "repeats": len(times[how])}
     for clock in ("cpu", "wall"):
         seconds, base = ([run[clock] for run in times[name]] for name in (how, "torch.load"))

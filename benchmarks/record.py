@@ -1,4 +1,4 @@
-"""What a figure means nothing without, and the file it is written to. Needs torch alone."""
+"""Facts about the run and the machine that every figure needs, and the file of records. Needs torch alone."""
 
 import datetime
 import json
@@ -39,7 +39,7 @@ def about(benchmark: str, *, device: str = "cpu", commit: str | None = None) -> 
 
 
 def output(*command: object) -> str:
-    """What a command prints, "unknown" where it cannot."""
+    """What a command prints; "unknown" if it prints nothing or does not exist."""
     try:
         done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
     except OSError:
@@ -48,6 +48,7 @@ def output(*command: object) -> str:
 
 
 def version(package: str) -> str:
+    """Version of an installed package, or "not installed"."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -55,7 +56,7 @@ def version(package: str) -> str:
 
 
 def processor() -> str:
-    """Name of the processor, as far as the system tells."""
+    """Name of the processor, or its architecture if the system does not tell the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -64,7 +65,7 @@ def processor() -> str:
 
 
 def path(facts: dict, folder: Path | None = None) -> Path:
-    """``DATE_NAME_HARDWARE.jsonl`` in ``folder``, which is made; ``benchmarks/results`` by default."""
+    """The file ``DATE_NAME_HARDWARE.jsonl`` in ``folder``, by default ``benchmarks/results``; makes the folder."""
     folder = folder or ROOT / "benchmarks" / "results"
     folder.mkdir(parents=True, exist_ok=True)
     hardware = "-".join(facts["hardware"].split(",")[0].replace("(R)", "").replace("@", "").split())
@@ -72,7 +73,7 @@ def path(facts: dict, folder: Path | None = None) -> Path:
 
 
 def write(facts: dict, rows: Iterable[dict]) -> list[dict]:
-    """Append each row, as it comes, with the facts to their file; returns them."""
+    """Append each row, with the facts, to the file as soon as it comes, and print it; returns the rows."""
     written = []
     with path(facts).open("a") as file:
         for row in rows:

@@ -1,4 +1,4 @@
-"""What is left of a run of two ranks that is told to stop as launchers and schedulers do it: a complete checkpoint?
+"""Test that a run of two ranks leaves a complete checkpoint when it is stopped as launchers and schedulers do it.
 
     python benchmarks/signals.py [--repeats N]
 
@@ -47,7 +47,7 @@ def launch(folder: Path, out: Path) -> subprocess.Popen[str]:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that ``pid`` started."""
+    """Ids of the processes that ``pid`` started."""
     table = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     return [int(line.split()[0]) for line in table.splitlines() if int(line.split()[1]) == pid]
 
@@ -65,7 +65,7 @@ def wait_for_steps(process: subprocess.Popen[str], out: Path, steps: int) -> Non
 
 
 def interrupt(folder: Path, out: Path, mode: str) -> dict[str, object]:
-    """Start a run, signal it, wait for its end; returns what it left."""
+    """Start a run, signal it, wait for its end; returns a row about the checkpoint and log that it left."""
     workers_too, gap = MODES[mode]
     process = launch(folder, out)
     wait_for_steps(process, out, 3)
@@ -100,6 +100,7 @@ def is_whole(row: dict[str, object]) -> bool:
 
 
 def measure(repeats: int) -> Iterator[dict[str, object]]:
+    """One row per run, in every mode ``repeats`` times; ``whole`` is the verdict of :func:`is_whole`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for repeat in range(repeats):
@@ -110,7 +111,7 @@ def measure(repeats: int) -> Iterator[dict[str, object]]:
 
 
 def main() -> int:
-    import record
+    import record  # not at the top: a test loads this file from another folder
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=10)

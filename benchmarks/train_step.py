@@ -1,19 +1,19 @@
-"""Cost of one training step by phase, against a plain re-statement of the published step on the same batches.
+"""Cost of one training step by phase, against a plain version of the published step on the same batches.
 
     OMP_NUM_THREADS=1 python benchmarks/train_step.py [--repeats 25]
 
 The plain step has the structure of the published script: attention by einsum over T x T, one Newton-Schulz per matrix
-(``a X + b B + c A B`` with ``B = A X``) in float32, one flat buffer of updates, torch's fused Adam. Gate first, from
-weights without zeros: the first update must have the same loss to 1e-6, each gradient to 1e-4 and the change of each
-matrix to 1e-2 of its norm (five Newton-Schulz steps magnify rounding by 500), and the next four the same loss to 5e-4.
-Then both take the same batches in turns of six updates, of which the first is left out: it finds the caches full of
-the other's data, which no run does. Figures are medians of process time on one thread, in seconds, with the quartiles
-of the total, so that other load on the machine matters little. ``attention`` is the part of forward and backward
-between the five operands of attention and its output, told apart in the wide case; compiled code has no such part (the
-plain one packs its operands there, tnlm's rotation leaves queries and keys packed). The overhead is what the loop does
-outside forward, backward and optimiser: loader, gradient norm, agreement, log. Where tnlm alone is compiled, the plain
-step is as it is; the published script compiles on its GPUs, so one row compiles both. Results are appended as
-JSON lines to benchmarks/results/; exit code 1 when a limit is missed.
+(``a X + b B + c A B`` with ``B = A X``) in float32, one flat buffer of updates, torch's fused Adam. First both must
+agree, from weights without zeros: the first update must have the same loss to 1e-6, each gradient to 1e-4 and the
+change of each matrix to 1e-2 of its norm (five Newton-Schulz steps magnify rounding by 500), and the next four the same
+loss to 5e-4. Then both take the same batches in turns of six updates. The first of a turn is left out: it starts with
+the other's data in the caches, which does not happen in a run. Figures are medians of process time on one thread, in
+seconds, with the quartiles of the total, so that other load on the machine matters little. ``attention`` is the part of
+forward and backward between the five operands of attention and its output, told apart in the wide case; compiled code
+has no such part (the plain one packs its operands there, tnlm's rotation leaves queries and keys packed). The overhead
+is what the loop does outside forward, backward and optimiser: loader, gradient norm, agreement, log. Where tnlm alone
+is compiled, the plain step is as it is; the published script compiles on its GPUs, so one row compiles both. Results
+are appended as JSON lines to benchmarks/results/; exit code 1 when a limit is missed.
 
 Source: train_gpt2.py of loganriggs/modded-nanogpt at d5ce2de.
 """
@@ -46,11 +46,12 @@ PHASES = ("forward", "backward", "optimiser")
 TURN = 5
 """Updates that count in each turn, after one that does not."""
 NANO_LIMIT, ATTENTION_LIMIT, OVERHEAD_LIMIT = 1.3, 2.0, 0.03
-"""Plain over tnlm: a whole nano step, as it is and compiled, and the wide one's attention; the loop's own share."""
+"""Least ratio of plain to tnlm for a whole nano step (eager and compiled), and for attention in the wide case; largest
+share of the loop itself."""
 
 
 class Clock:
-    """Process seconds by phase of one update."""
+    """Process seconds of one update, by phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -86,7 +87,7 @@ class Clock:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity; backward first calls ``event``, once all gradients are there."""
+    """The identity, whose backward calls ``event`` once all gradients have come."""
 
     @staticmethod
     def forward(ctx: Any, event: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -100,7 +101,7 @@ class _Mark(torch.autograd.Function):
 
 
 def published_attention(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor) -> Tensor:
-    """``(batch, seq, n_head, d)``: both score matrices, their masked product, and its values."""
+    """Bilinear attention ``(batch, seq, n_head, d)`` by both score matrices and their masked product, as published."""
     d, seq = q1.shape[-1], q1.shape[1]
     first = torch.einsum("bqhd,bkhd->bhqk", q1, k1)
     second = torch.einsum("bqhd,bkhd->bhqk", q2, k2)
@@ -111,7 +112,7 @@ def published_attention(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tenso
 
 
 def newton_schulz(u: Tensor) -> Tensor:
-    """Five iterations in float32, as published but for the dtype; Jordan et al. 2024."""
+    """Five Newton-Schulz iterations, as published except for the dtype, float32. Source: Jordan et al. 2024."""
     x = u / (u.norm() + 1e-7)
     x = x.mT if u.shape[0] > u.shape[1] else x
     for _ in range(5):
@@ -204,7 +205,7 @@ class PlainStep:
 
 
 class Pair:
-    """tnlm's step, as its training loop takes it, beside the plain one: same weights, same batches."""
+    """tnlm's step, as its training loop runs it, and the plain one, with the same weights and batches."""
 
     def __init__(self, config: TrainConfig, *, plain_compiled: bool, attention_shows: bool) -> None:
         self.attention_shows = attention_shows
@@ -244,7 +245,7 @@ class Pair:
             Tensor.backward, tnlm.attention.bilinear_attention = backward, attention  # type: ignore[method-assign]
 
     def theirs(self, step: int) -> tuple[float, dict[str, float]]:
-        """The same of the plain step, on the oldest batch that only :meth:`ours` took."""
+        """Loss and process seconds of the plain step, on the oldest batch that only :meth:`ours` has used."""
         clock, wide = Clock(), self._windows.popleft().long()
         if self.attention_shows:
             self.plain.attention = clock.attention(published_attention)
@@ -253,7 +254,7 @@ class Pair:
         return loss, {**clock.seconds, "total": time.process_time() - began}
 
     def gate(self) -> None:
-        """The first updates of both agree, or there is nothing to time."""
+        """End the program unless the first updates of both agree."""
         named = dict(self.trainer.model.named_parameters())
         before = {n: p.detach().clone() for n, p in named.items()}
         gradients: dict[Tensor, Tensor] = {}
@@ -278,7 +279,7 @@ class Pair:
                     hook.remove()
 
     def measure(self, repeats: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-        """Seconds by phase of ``repeats`` updates of both, in turns, after the gate."""
+        """Seconds by phase of ``repeats`` updates of tnlm and of the plain step, in turns, after :meth:`gate`."""
         self.gate()
         ours, theirs = [], []
         for turn in range(-(-repeats // TURN)):
@@ -289,7 +290,7 @@ class Pair:
 
 
 def _filled(config: TrainConfig) -> dict[str, Tensor]:
-    """Weights without zeros: a fresh model's output maps are zero, and most of its gradients with them."""
+    """Weights without zeros: the output maps of a new model are zero, and so are most of its gradients."""
     torch.manual_seed(1)
     model = Transformer(config.model)
     with torch.no_grad():
@@ -359,7 +360,7 @@ def summary(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> dic
 
 
 def missed(found: list[dict]) -> list[str]:
-    """The limits that this run's rows miss."""
+    """The limits that a run missed, in words, from its rows."""
     eager, compiled, _, large = found
     ratios = {
         "nano": (eager["published_over_tnlm"]["total"], NANO_LIMIT),

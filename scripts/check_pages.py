@@ -1,10 +1,10 @@
-"""Open HTML pages in a headless Chromium, in light and in dark, without a network, and say what is wrong with them.
+"""Open HTML pages in a headless Chromium, in light and in dark, without a network, and report their faults.
 
     python scripts/check_pages.py site demo/demo.html --figures 1 [--screenshots FOLDER]
 
 Checked: no console error or exception; every figure drawn, and at least ``--figures`` of them on each page; nothing
 requested from outside the disk; contrast of all text at least 4.5 (3 for large text, WCAG 2.1 criterion 1.4.3) in both
-colour schemes; no sideways scrolling of the page; links to files lead somewhere. Without a browser: skipped, saying so.
+colour schemes; no sideways scrolling of the page; links to files have a target. Without a browser it only says so.
 """
 
 import argparse
@@ -103,7 +103,7 @@ LOOK = r"""(async () => {
 
 @dataclass
 class Seen:
-    """What one page showed: complaints, and what links need."""
+    """Faults found on one page, and what is needed to check links: its links and the ids of its sections."""
 
     figures: int = 0
     faults: list[str] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Seen:
 
 
 class Browser:
-    """A headless Chromium spoken to over pipes (the DevTools protocol: one JSON message, one zero byte)."""
+    """A headless Chromium controlled over pipes (DevTools protocol: JSON messages, each followed by a zero byte)."""
 
     def __init__(self, send: int, receive: int) -> None:
         self._send, self._receive = send, receive
@@ -173,7 +173,7 @@ def browser(executable: str) -> Iterator[Browser]:
 
 
 def look(chromium: Browser, page: Path, *, figures: int = 0, screenshots: Path | None = None) -> Seen:
-    """Open one page and look at it in both colour schemes; of one that only leads to another, its link is kept."""
+    """Faults, figures and links of one page, opened in both colour schemes; of a redirecting page only its link."""
     if redirect := REDIRECT.search(page.read_text(encoding="utf-8")):
         return Seen(figures=figures, links=[(page.parent / redirect[1]).as_uri()])
     target = chromium.call("Target.createTarget", url="about:blank")["targetId"]
@@ -231,7 +231,7 @@ def _complaint(event: dict[str, Any]) -> str | None:
 
 
 def broken_links(seen: dict[Path, Seen]) -> Iterator[tuple[Path, str]]:
-    """Links to files that are not there, and to sections that an opened page does not have."""
+    """Pages with their faulty links: to files that do not exist, or to sections that an opened page does not have."""
     for page, what in seen.items():
         for link in sorted(set(what.links)):
             parts = urlsplit(link)
@@ -243,7 +243,7 @@ def broken_links(seen: dict[Path, Seen]) -> Iterator[tuple[Path, str]]:
 
 
 def check(executable: str, pages: list[Path], *, figures: int = 0, screenshots: Path | None = None) -> dict[Path, Seen]:
-    """Look at every page; faults are in ``Seen.faults``."""
+    """The findings on every page, broken links among their faults."""
     pages = [page.resolve() for page in pages]
     with browser(executable) as chromium:
         seen = {page: look(chromium, page, figures=figures, screenshots=screenshots) for page in pages}

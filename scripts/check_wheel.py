@@ -1,4 +1,4 @@
-"""Say what is wrong with a built wheel and sdist: their content, and whether the wheel works where it is installed.
+"""Check a built wheel and sdist: their content, and that the wheel works in a fresh environment.
 
     python scripts/check_wheel.py dist [--tag v0.1.0]
 
@@ -23,7 +23,7 @@ BESIDE = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "
 
 
 def strangers(wheel: Path, sdist: Path) -> list[str]:
-    """What stands at the top of the two archives and should not."""
+    """Entries at the top of the two archives that should not be there."""
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     found = [f"{wheel.name}: {top}" for top in sorted(tops) if top != "tnlm" and not top.endswith(".dist-info")]
     with tarfile.open(sdist) as archive:
@@ -32,7 +32,7 @@ def strangers(wheel: Path, sdist: Path) -> list[str]:
 
 
 def version_installed(wheel: Path) -> str:
-    """Install the wheel into a fresh environment, try it there, and return the version that it tells."""
+    """Version that the wheel reports in a fresh environment, where the quickstart has run too."""
     (quickstart,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
     with tempfile.TemporaryDirectory() as folder:
         venv.create(f"{folder}/venv", with_pip=True)

@@ -1,4 +1,4 @@
-"""Run the numerically sensitive tests as other hosts would round them, one after another: ``make test-hosts``.
+"""Run the numerically sensitive tests with the rounding of other hosts, one host after another: ``make test-hosts``.
 
 Environment variables make the libraries leave out instructions that this CPU has, and sum in other orders. Each
 comparison of ``tests/limits.py`` writes its error over its limit; the largest are printed, and any above 0.3 fails,
@@ -41,7 +41,7 @@ class Host:
     quick: bool = False
 
     def missing(self) -> str | None:
-        """Why this machine cannot imitate the host; None if it can."""
+        """The reason why this machine cannot imitate the host; None if it can."""
         if not self.x86:
             return None
         if platform.machine().lower() not in ("x86_64", "amd64"):

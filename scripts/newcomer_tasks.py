@@ -1,4 +1,4 @@
-"""Perform ``docs/first-steps.md`` block by block in a fresh folder: what a newcomer would type, nothing else.
+"""Run the code blocks of ``docs/first-steps.md`` one after another in a fresh folder, as a newcomer would.
 
 python scripts/newcomer_tasks.py [--steps 10] [--only 3 4] [--keep FOLDER]
 """
@@ -24,12 +24,12 @@ def tasks() -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def shortened(text: str, steps: int) -> str:
-    """A block with trainings of so many steps."""
+    """The block with every ``--steps`` set to ``steps``."""
     return re.sub(r"--steps \d+", f"--steps {steps}", text)
 
 
 def perform(language: str, text: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run one block as it stands, with the commands of this environment."""
+    """The finished process of one block, run unchanged with the commands of this environment."""
     command = ["bash", "-euc", text] if language == "bash" else [sys.executable, "-c", text]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return subprocess.run(

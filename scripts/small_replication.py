@@ -1,4 +1,4 @@
-"""The comparison at nano size: five arms, several seeds, two horizons each, on one CPU core.
+"""Train and compare five arms at nano size, with several seeds and two horizons each, on one CPU core.
 
 Trains ``{swiglu, bilinear} x {softmax, bilinear}`` and bilinear/bilinear with ``d_qk = d_head / 2`` on the embedded
 corpus: one run of 300 steps per arm and seed, and a 200-step horizon branched off its constant-rate phase. The recipe
@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "small_replicat
 
 
 def config_of(root: Path, arm: str, seed: int) -> TrainConfig:
-    """The 300-step run."""
+    """Configuration of the 300-step run of one arm and seed."""
     return preset("nano", **ARMS[arm]).replace(
         seed=seed,
         steps=LONG,
@@ -59,7 +59,7 @@ def finished(folder: Path) -> bool:
 
 
 def train_all(root: Path, arms: list[str], seeds: list[int]) -> None:
-    """Seed by seed, so that a stopped session leaves complete pairs."""
+    """Train all arms of one seed before the next, so that an interrupted call leaves complete pairs."""
     from tnlm.training import train
 
     for seed in seeds:
@@ -96,7 +96,7 @@ def summarise(root: Path) -> None:
 
 
 def folders_of(root: Path, arm: str) -> list[Path]:
-    """Finished runs of one arm."""
+    """Folders of the finished runs of one arm."""
     return sorted(path for path in root.glob(f"{arm}-s*-n*") if finished(path))
 
 

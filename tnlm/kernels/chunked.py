@@ -1,11 +1,12 @@
-"""Blocks of queries against all their keys, recomputed in backward: memory grows with ``CHUNK * seq``.
+"""Attention in blocks of queries, recomputed in the backward pass, so that memory grows with ``CHUNK * seq``.
 
-Everything here is plain arithmetic on heads-first tensors without autograd; `tnlm.kernels.ops` makes it an operator.
-On a CPU, threads share out groups of heads and meet once, at the end: a parallel region inside every product would be
-hundreds of barriers, each as slow as the slowest thread, which on a busy machine is not running.
+The functions compute on heads-first tensors without autograd; `tnlm.kernels.ops` makes operators of them.
+On a CPU, groups of heads are shared out among threads, which wait for each other once, at the end. A parallel region
+inside every product would be hundreds of barriers, and at each one every thread would wait for the slowest, which on a
+busy machine may not be running.
 Formulas, with ``A = scale * mask * (G V^T)``: ``dV = P^T G``, ``dS1 = A * S2``, ``dS2 = A * S1``, ``dQ = dS K``,
-``dK = dS^T Q``. No row statistic couples the keys, so backward needs nothing but the inputs. Matmuls write into given
-memory (``out=``, in place), which autocast, still active inside an operator, leaves alone.
+``dK = dS^T Q``. Keys are not coupled by a sum over the row, so backward needs nothing but the inputs. Matmuls write
+into given memory (``out=``, in place), since autocast, which stays active inside an operator, does not cast those.
 """
 
 import os
@@ -25,7 +26,7 @@ CHUNK = 128
 TILE_ELEMENTS = {"cpu": 2**18}
 """Scores in one tile, over all heads of a group: on a CPU 1 MiB in float32, so that a few tiles stay in cache."""
 TILE_ELEMENTS_ELSEWHERE = 2**26
-"""256 MiB in float32: on a GPU, few large launches count."""
+"""256 MiB in float32: a GPU is fastest with few large launches."""
 Group = tuple[slice, slice, slice]
 """Index of some heads of some rows of the batch, at all positions: (batch, seq, n_head)."""
 _OPENMP = "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
@@ -33,7 +34,7 @@ _OPENMP = "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
 
 
 class Workspace:
-    """Memory for the score tiles of one thread, used again by every block: fresh pages cost as much as a matmul."""
+    """Memory for the score tiles of one thread, reused by every block: new pages would cost as much as a matmul."""
 
     def __init__(self, elements: int, n_tiles: int, like: Tensor) -> None:
         dtype = accumulation_dtype(like.dtype)
@@ -115,9 +116,9 @@ def squared_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool
 
 
 def _blocks(seq_q: int, seq_k: int, causal: bool) -> Iterator[tuple[slice, slice, Callable[[Tensor], Tensor]]]:
-    """Rows of each query block, the keys it can see, and a function masking its scores in place.
+    """For each block of queries: its rows, the keys that they see, and a function that masks its scores in place.
 
-    The last rows come first: they see every key.
+    The last rows come first, since they see every key and their block writes all of dK and dV.
     """
     offset = seq_k - seq_q
     for start in reversed(range(0, seq_q, CHUNK)):
@@ -136,12 +137,12 @@ def _blocks(seq_q: int, seq_k: int, causal: bool) -> Iterator[tuple[slice, slice
 
 
 def _beta(rows: slice, q: Tensor) -> int:
-    """What the first block adds to, unset memory, counts for nothing."""
+    """Factor of what dK and dV hold before a block adds to them: 0 for the first block, which finds unset memory."""
     return 0 if rows.stop == q.shape[1] else 1
 
 
 def _forward(block: Callable[..., None], operands: tuple[Tensor, ...], scale: float, n_tiles: int) -> Tensor:
-    """Run ``block`` on groups of heads; it fills the output it is handed last, which is scaled on its way out."""
+    """The output of ``block`` run on groups of heads, scaled; a block fills the tensor that it gets last."""
     q, v = operands[0], operands[-1]
     out = q.new_empty(*q.shape[:3], v.shape[3], dtype=accumulation_dtype(v.dtype))
 
@@ -159,7 +160,7 @@ def _forward(block: Callable[..., None], operands: tuple[Tensor, ...], scale: fl
 def _backward(
     block: Callable[..., None], grad: Tensor, operands: tuple[Tensor, ...], n_tiles: int
 ) -> tuple[Tensor, ...]:
-    """Run ``block`` on groups of heads; it writes every dQ row once, and all of dK and dV with the first rows."""
+    """The gradients that ``block`` writes on groups of heads: each row of dQ once, all of dK and dV at its first."""
     v = operands[-1]
     new = torch.empty if grad.shape[1] else torch.zeros
     grads = [
@@ -198,7 +199,7 @@ def _share(run: Callable[[Workspace, Group], None], q: Tensor, v: Tensor, n_tile
             groups.put((slice(i, i + rows), slice(None), slice(j, j + heads)))
 
     def work() -> None:
-        # Modes belong to threads. In this one, tensors of the caller's inference mode may be written to as well
+        # Inference mode is set per thread; without it here, tensors of a caller in that mode could not be written to
         with torch.inference_mode():
             workspace = Workspace(rows * heads * tile, n_tiles, v)
             while (group := _next(groups)) is not None:
@@ -211,6 +212,7 @@ def _share(run: Callable[[Workspace, Group], None], q: Tensor, v: Tensor, n_tile
 
 
 def _next(groups: "SimpleQueue[Group]") -> Group | None:
+    """The next group, or None when all are taken."""
     try:
         return groups.get_nowait()
     except Empty:
@@ -219,12 +221,12 @@ def _next(groups: "SimpleQueue[Group]") -> Group | None:
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads whose operators use one thread each. A forked process inherits none: it needs a pool of its own."""
+    """A pool of threads whose operators use one thread each, for one process: forked processes inherit no threads."""
     started = threading.Barrier(threads + 1)
 
     def start() -> None:
         torch.set_num_threads(1)
-        # A thread's first look at the number takes over the one last set, by whichever thread: look before it changes
+        # The first get_num_threads() of a thread adopts the number last set by any thread: call it before that changes
         torch.get_num_threads()
         started.wait()
 

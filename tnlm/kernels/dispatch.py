@@ -1,4 +1,4 @@
-"""The public functions: check the arguments, settle the dtype, choose an implementation."""
+"""The public attention functions: they check arguments, cast under autocast and choose an implementation."""
 
 import importlib.util
 import os
@@ -18,8 +18,8 @@ Implementation = Literal["auto", "eager", "chunked", "recurrent", "triton"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 EAGER_EXTRA_SEQ_Q, EAGER_SCORES = 64, 2**18
-"""On a CPU, "auto" takes eager up to ``d_qk`` and so many queries, or so many scores over batch and heads, which stay
-in cache: chunked gains nothing there (``docs/kernels.md``)."""
+"""Limits of eager for "auto" on a CPU: ``d_qk`` plus so many queries, or so many scores over batch and heads. Up to
+there the scores stay in the CPU's cache, and chunked is no faster (``docs/kernels.md``)."""
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
@@ -34,7 +34,7 @@ def bilinear_attention(
     scale: float | None = None,
     implementation: Implementation = "auto",
 ) -> Inexact[Tensor, "batch seq_q n_head d_v"]:
-    """Attention whose pattern is a product of two dot products, with no softmax.
+    """Attention without softmax whose pattern is a product of two dot products.
 
     ``out_i = sum_j scale (q1_i . k1_j) (q2_i . k2_j) v_j`` over ``j <= i + seq_k - seq_q`` when causal.
 
@@ -43,10 +43,11 @@ def bilinear_attention(
         v: Values; ``d_v`` may differ from ``d_qk``.
         causal: Aligned bottom-right: the last query sees every key (torch's ``is_causal`` is top-left).
         scale: Factor of every score; None is ``1 / d_qk**2``, that is ``1 / d_qk`` per dot product.
-        implementation: A named one runs or raises with the reason; only "auto" chooses (`choose`).
+        implementation: "auto" chooses (see `choose`); a named one is used, or is an error that gives the reason.
 
     Returns:
-        Contiguous, in the dtype of ``v`` (under autocast, in the autocast dtype). Half types are summed in float32.
+        A contiguous tensor in the dtype of ``v`` (under autocast, in the autocast dtype). Sums of float16 and bfloat16
+        are formed in float32.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not fit together, or the named implementation cannot run.
@@ -64,15 +65,16 @@ def squared_attention(
     scale: float | None = None,
     implementation: Implementation = "auto",
 ) -> Inexact[Tensor, "batch seq_q n_head d_v"]:
-    """``out_i = sum_j scale (q_i . k_j)**2 v_j``: `bilinear_attention` of ``(q, k, q, k, v)``, cheaper.
+    """Attention without softmax whose pattern is the square of a dot product.
 
+    ``out_i = sum_j scale (q_i . k_j)**2 v_j``, which is `bilinear_attention` of ``(q, k, q, k, v)`` at less cost.
     Arguments, result and errors are those of `bilinear_attention`.
     """
     return _run("squared", _settle({"q": q, "k": k, "v": v}), causal, scale, implementation)
 
 
 def choose(device: torch.device, dtype: torch.dtype, *, seq_q: int, d_qk: int, d_v: int, scores: int) -> str:
-    """What "auto" runs; `recurrent` never, since its rounding differs.
+    """Name of the implementation that "auto" uses. It is never `recurrent`, whose rounding differs.
 
     1. float64 and complex (and anything inside a ``torch.func`` transform or forward-mode AD; where a compiled
        function holds a transform other than ``jvp``, name "eager" yourself): eager
@@ -108,7 +110,8 @@ def _run(kind: str, operands: dict[str, Tensor], causal: bool, scale: float | No
     if implementation in ("chunked", "triton"):
         op = ops.bilinear_fwd if kind == "bilinear" else ops.squared_fwd
         return op(*operands.values(), causal, scale, implementation)
-    function = getattr(recurrent if implementation == "recurrent" else eager, kind)
+    module = recurrent if implementation == "recurrent" else eager
+    function = module.bilinear if kind == "bilinear" else module.squared
     with without_autocast(v.device.type):
         return function(*operands.values(), causal=causal, scale=scale)
 
@@ -136,7 +139,7 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: in
 
 
 def _settle(operands: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Under autocast, cast every operand to its dtype: autocast reaches no custom operator by itself."""
+    """The operands, under autocast cast to its dtype: autocast does not act on custom operators by itself."""
     device = operands["v"].device.type
     if not autocast_active(device):
         return operands
@@ -146,12 +149,12 @@ def _settle(operands: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @cache
 def _notice(message: str) -> None:
-    """Warn once per process and reason that "auto" takes the slower path on a GPU."""
+    """Warn, once per process and message, that "auto" uses the slower implementation on a GPU."""
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _check(operands: dict[str, Tensor]) -> None:
-    """Shapes, dtypes and devices that must agree; each error names what does not."""
+    """Raise a ValueError unless shapes, dtypes and devices agree; the message names the operand."""
     for name, x in operands.items():
         if x.ndim != 4:
             raise ValueError(f"{name} must be (batch, seq, n_head, d), got shape {tuple(x.shape)}")

@@ -1,7 +1,7 @@
-"""The definition of bilinear and squared attention: dense scores, plain differentiable torch.
+"""The definition of bilinear and squared attention: dense scores in plain differentiable torch.
 
-Every other implementation is tested against this one. It takes every dtype (float64 and complex included),
-any ``torch.func`` transform and double backward, and costs ``seq_q * seq_k`` memory per head and score.
+Every other implementation is tested against this one. It supports every floating and complex dtype, any ``torch.func``
+transform and double backward, and holds ``seq_q * seq_k`` numbers per head and score.
 """
 
 import torch
@@ -26,7 +26,7 @@ def bilinear(
     causal: bool,
     scale: float,
 ) -> Inexact[Tensor, "batch seq_q n_head d_v"]:
-    """``out_i = sum_j scale (q1_i . k1_j) (q2_i . k2_j) v_j``; no conjugation for complex inputs."""
+    """Bilinear attention ``out_i = sum_j scale (q1_i . k1_j) (q2_i . k2_j) v_j``; complex inputs are not conjugated."""
     return _attend(_scores(q1, k1) * _scores(q2, k2), v, causal=causal, scale=scale)
 
 
@@ -38,7 +38,7 @@ def squared(
     causal: bool,
     scale: float,
 ) -> Inexact[Tensor, "batch seq_q n_head d_v"]:
-    """``out_i = sum_j scale (q_i . k_j)**2 v_j``; for complex inputs the plain square."""
+    """Squared attention ``out_i = sum_j scale (q_i . k_j)**2 v_j``; complex scores are squared, not their modulus."""
     score = _scores(q, k)
     return _attend(score * score, v, causal=causal, scale=scale)
 
@@ -59,5 +59,5 @@ def _attend(product: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """(batch, seq, n_head, d) to a packed (batch, n_head, seq, d), no bit depends on the strides of x."""
+    """(batch, seq, n_head, d) to a packed (batch, n_head, seq, d), so that the bits do not depend on strides of x."""
     return x.to(accumulation_dtype(x.dtype)).transpose(1, 2).contiguous()

@@ -1,13 +1,12 @@
-"""Chunked and Triton attention as PyTorch operators: fake kernels, autograd and FLOP counts.
+"""Chunked and Triton attention as PyTorch operators, with fake kernels, autograd and FLOP counts.
 
-Two opaque operators per function, forward and backward, so that ``torch.compile(fullgraph=True)`` traces through
-them. Outputs are fresh and contiguous, chunked gradients in memory heads first. PyTorch runs such operators under no
-``torch.func`` transform. A second derivative is that of `tnlm.kernels.eager`.
+Each function has two opaque operators, forward and backward, so that ``torch.compile(fullgraph=True)`` can trace
+through them. Outputs are new and contiguous; chunked gradients are heads first in memory. PyTorch does not run such
+operators under ``torch.func`` transforms. Second derivatives are computed by `tnlm.kernels.eager`.
 """
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +17,20 @@ from tnlm.kernels import chunked, eager
 from tnlm.kernels.transforms import partial_gradients
 
 
-def _call(implementation: str, name: str, *args: object) -> Any:
-    """Call ``name`` of the implementation's module."""
-    module: ModuleType = chunked
-    if implementation == "triton":
-        from tnlm.kernels import triton_launch
+def _module(implementation: str) -> ModuleType:
+    """The module of an implementation; triton is imported only if it is used, since it may not be installed."""
+    if implementation != "triton":
+        return chunked
+    from tnlm.kernels import triton_launch
 
-        module = triton_launch
-    return getattr(module, name)(*args)
+    return triton_launch
 
 
 @torch.library.custom_op("tnlm::bilinear_attn_fwd", mutates_args=())
 def bilinear_fwd(
     q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, causal: bool, scale: float, implementation: str
 ) -> Tensor:
-    return _call(implementation, "bilinear_forward", q1, k1, q2, k2, v, causal, scale)
+    return _module(implementation).bilinear_forward(q1, k1, q2, k2, v, causal, scale)
 
 
 @torch.library.custom_op("tnlm::bilinear_attn_bwd", mutates_args=())
@@ -47,19 +45,19 @@ def bilinear_bwd(
     scale: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _call(implementation, "bilinear_backward", grad, q1, k1, q2, k2, v, causal, scale)
+    return _module(implementation).bilinear_backward(grad, q1, k1, q2, k2, v, causal, scale)
 
 
 @torch.library.custom_op("tnlm::squared_attn_fwd", mutates_args=())
 def squared_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str) -> Tensor:
-    return _call(implementation, "squared_forward", q, k, v, causal, scale)
+    return _module(implementation).squared_forward(q, k, v, causal, scale)
 
 
 @torch.library.custom_op("tnlm::squared_attn_bwd", mutates_args=())
 def squared_bwd(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _call(implementation, "squared_backward", grad, q, k, v, causal, scale)
+    return _module(implementation).squared_backward(grad, q, k, v, causal, scale)
 
 
 def causal_pairs(seq_q: int, seq_k: int, causal: bool) -> int:
@@ -71,7 +69,7 @@ def causal_pairs(seq_q: int, seq_k: int, causal: bool) -> int:
 
 
 def _register(forward: CustomOpDef, backward: CustomOpDef, definition: Callable[..., Tensor], n_factors: int) -> None:
-    """Fake kernels, autograd and FLOP formulas of one pair; operands are ``2 * n_factors`` tensors and v."""
+    """Register fake kernels, autograd and FLOP formulas of a pair of operators on ``2 * n_factors`` tensors and v."""
     n_operands = 2 * n_factors + 1
 
     @forward.register_fake
@@ -98,7 +96,7 @@ def _register(forward: CustomOpDef, backward: CustomOpDef, definition: Callable[
         return *backward(grad, *operands, causal, scale, implementation), None, None, None
 
     def definition_gradient(grad, operands, causal, scale):
-        """By `eager`, so that it has derivatives itself."""
+        """The gradient computed by `eager`, so that it can be differentiated again."""
         return partial_gradients(lambda *xs: definition(*xs, causal=causal, scale=scale), operands, grad)
 
     forward.register_autograd(differentiate, setup_context=setup_context)
@@ -108,7 +106,8 @@ def _register(forward: CustomOpDef, backward: CustomOpDef, definition: Callable[
         pairs = batch * n_head * causal_pairs(seq_q, v_shape[1], causal)
         return 2 * pairs * (qk_matmuls * d_qk + v_matmuls * v_shape[3])
 
-    # Matmuls of the one-pass backward, the least that any implementation does: 3 + 8 bilinear, 2 + 5 squared.
+    # Counted are the matmuls of a one-pass backward, the fewest that an implementation needs. Forward and backward:
+    # 3 + 8 for bilinear, 2 + 5 for squared.
     @register_flop_formula(forward._opoverload._overloadpacket)
     def _(*args, out_shape=None, **kwargs):
         return flops(args[0], args[n_operands - 1], args[n_operands], n_factors, 1)

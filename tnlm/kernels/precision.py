@@ -14,7 +14,7 @@ CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which scores and sums are formed: float32 for the half types, else the input's own."""
+    """Dtype in which scores and sums are formed: float32 for float16 and bfloat16, else ``dtype`` itself."""
     return torch.float32 if dtype in HALF else dtype
 
 
@@ -26,9 +26,9 @@ def linear(
 
 
 def narrow(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to ``dtype``. On a CPU a finite value that float16 cannot hold raises instead of becoming inf.
+    """``out`` rounded to ``dtype``; on a CPU, a ValueError if a finite value would become infinite in float16.
 
-    The check reads values, so it is silent where there are none: compilation, fake tensors, transforms.
+    The check reads values, so it is left out where there are none: in compilation, fake tensors and transforms.
     """
     if dtype == torch.float16 and out.device.type == "cpu" and not torch.compiler.is_compiling():
         concrete = type(out) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(out)
@@ -46,9 +46,10 @@ def _refuse_overflow(largest: float) -> None:
 
 
 def autocast_active(device: str) -> bool:
+    """Whether autocast is on for this type of device."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def without_autocast(device: str) -> AbstractContextManager:
-    """Context in which matmuls keep the dtype of their operands."""
+    """A context in which autocast is off, so that matmuls keep the dtype of their operands."""
     return torch.autocast(device, enabled=False) if autocast_active(device) else nullcontext()

@@ -1,7 +1,8 @@
-"""The same attention in linear time: a state that sums over all past keys, exactly.
+"""Bilinear and squared attention in time linear in the sequence, by a state that sums over all past keys.
 
-``(q1 . k1)(q2 . k2) = vec(q1 q2^T) . vec(k1 k2^T)``, so everything that a query needs of the past is
-``S = sum_j vec(k1_j k2_j^T) v_j^T``. Squared attention keeps one of each symmetric pair, ``d (d + 1) / 2`` features.
+``(q1 . k1)(q2 . k2) = vec(q1 q2^T) . vec(k1 k2^T)``, so a query needs of the past only
+``S = sum_j vec(k1_j k2_j^T) v_j^T``, which is exact. Squared attention keeps one feature of each symmetric pair,
+``d (d + 1) / 2`` in all.
 Rounding differs from the quadratic forms, so "auto" never chooses this. It needs fewer operations than they do past
 about ``4 d**2 / 3`` tokens for equal widths d (``docs/kernels.md``).
 """
@@ -19,17 +20,16 @@ from tnlm.kernels import eager
 from tnlm.kernels.precision import accumulation_dtype, narrow, without_autocast
 
 CHUNK = 128
-"""Tokens kept as they are before one matmul folds them into the state."""
-
+"""Number of recent tokens whose keys and values are kept before one matmul adds them to the state."""
 
 Kind = Literal["bilinear", "squared"]
 
 
 class State:
-    """The past of one attention layer in constant memory, for decoding and for many continuations of one prefix.
+    """The past tokens of one attention layer in constant memory, for decoding and for many continuations of a prefix.
 
-    The last tokens, fewer than `CHUNK`, are kept as keys and values, older ones folded into ``total``.
-    No tensor is ever changed in place: `fork` is free, and autograd may pass through every method.
+    Fewer than `CHUNK` last tokens are kept as keys and values; older ones are summed in ``total``.
+    No tensor is changed in place, so `fork` copies nothing and autograd works through every method.
 
         state = State("bilinear", batch=1, n_head=9, d_qk=64, d_v=128)
         out = state.attend(q1, k1, q2, k2, v)  # one or several new tokens, (batch, new, n_head, d)
@@ -37,9 +37,9 @@ class State:
     Args:
         kind: "bilinear" (queries q1, q2 and keys k1, k2) or "squared" (q and k).
         scale: As in `bilinear_attention`.
-        dtype: Of the state: float32 serves every half type too; float64 and complex inputs need their own.
+        dtype: Dtype of the state: float32 also for float16 and bfloat16 inputs; float64 and complex inputs need theirs.
 
-    Cost: ``batch * n_head * features * d_v`` numbers, features being ``d_qk**2`` or ``d_qk (d_qk + 1) / 2``.
+    Memory: ``batch * n_head * features * d_v`` numbers, where features is ``d_qk**2`` or ``d_qk (d_qk + 1) / 2``.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class State:
         self._v = zeros(batch, 0, n_head, d_v)
 
     def attend(self, *operands: Tensor) -> Inexact[Tensor, "batch new n_head d_v"]:
-        """Append new tokens and answer their queries, each seeing the past and the new tokens up to its own.
+        """Append new tokens and return the attention of their queries, each over all tokens up to its own.
 
         Args:
             operands: ``q1, k1, q2, k2, v``, or ``q, k, v`` for squared: (batch, new, n_head, d).
 
         Returns:
-            What attention over the whole sequence gives for its last ``new`` positions, in the dtype of ``v``.
+            The last ``new`` positions of attention over the whole sequence, in the dtype of ``v``.
         """
         *factors, v = operands
         self._check_count(len(factors), 2)
@@ -89,7 +89,7 @@ class State:
         return narrow(torch.cat(out, dim=1), v.dtype)
 
     def update(self, *operands: Tensor) -> None:
-        """Append tokens without asking anything: ``k1, k2, v``, or ``k, v`` for squared."""
+        """Append tokens that have no queries: ``k1, k2, v``, or ``k, v`` for squared."""
         *keys, v = operands
         self._check_count(len(keys), 1)
         self._check(keys, v)
@@ -98,26 +98,27 @@ class State:
             self._fold_when_full()
 
     def query(self, *queries: Tensor) -> Inexact[Tensor, "batch seq_q n_head d_v"]:
-        """Answer ``q1, q2`` (or ``q``) over everything seen so far, appending nothing; in their dtype."""
+        """Attention of ``q1, q2`` (or ``q``) over all tokens so far, in their dtype; appends nothing."""
         self._check_count(len(queries), 1)
         self._check(list(queries))
         return narrow(self._answer(list(queries), causal=False), queries[0].dtype)
 
     def fork(self) -> "State":
-        """An independent continuation that shares the past without copying it."""
+        """A second state with the same past, which it shares without a copy; the two then go on independently."""
         other = copy.copy(self)
         other._keys = list(self._keys)
         return other
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Views of what is held, all that `load_state_dict` needs: ``total``, ``seq``, ``v`` and the recent keys."""
+        """Everything that `load_state_dict` needs, not copied: ``total``, ``seq``, ``v`` and the recent keys."""
         keys = {f"k{i + 1}": k for i, k in enumerate(self._keys)}
         return {"total": self._total, "v": self._v, "seq": torch.tensor(self.seq)} | keys
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Continue from a `state_dict`, copied, of a state made with the same arguments, but for device and dtype.
+        """Replace the past by a copy of a `state_dict`, whose state had the same arguments except device and dtype.
 
-        The dtype saved may be narrower.
+        Raises:
+            ValueError: Names or shapes differ, or the saved dtype is wider than this state's.
         """
         own = self.state_dict()
         if saved.keys() != own.keys():
@@ -139,7 +140,7 @@ class State:
         self.seq += v.shape[1]
 
     def _answer(self, queries: list[Tensor], *, causal: bool) -> Tensor:
-        """Past through the state, recent tokens through their scores; bottom-right aligned when causal."""
+        """Attention over older tokens by the state plus over recent ones by their scores, aligned bottom-right."""
         queries = [q.to(self._total.dtype) for q in queries]
         operands = [x for pair in zip(queries, self._keys, strict=True) for x in pair]
         quadratic: Callable[..., Tensor] = eager.bilinear if self.kind == "bilinear" else eager.squared
@@ -158,7 +159,10 @@ class State:
         self._v = self._v[:, :0]
 
     def _features(self, factors: list[Tensor], *, query: bool) -> Tensor:
-        """(batch, n_head, seq, features); squared keeps a <= b and doubles the queries' a < b, which is exact."""
+        """Products of the two factors, (batch, n_head, seq, features).
+
+        Squared has the pairs a <= b alone, and doubles those with a < b in queries, which is exact.
+        """
         left, right = (x.transpose(1, 2) for x in (factors[0], factors[-1]))
         if self.kind == "bilinear":
             return (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(-2)
@@ -171,7 +175,7 @@ class State:
             raise ValueError(f"a {self.kind} state takes {per_factor * len(self._keys)} queries and keys here, got {n}")
 
     def _check(self, factors: list[Tensor], *values: Tensor) -> None:
-        """What must fit, before anything changes: an error leaves the state as it was."""
+        """Raise a ValueError unless the operands fit; called before any change, so that an error leaves the state."""
         batch, n_head, _, d_v = self._total.shape
         new = factors[0].shape[1] if factors[0].ndim == 4 else 0
         for x, d in [*((x, self.d_qk) for x in factors), *((v, d_v) for v in values)]:
@@ -200,7 +204,7 @@ def bilinear(
     causal: bool,
     scale: float,
 ) -> Inexact[Tensor, "batch seq_q n_head d_v"]:
-    """`eager.bilinear` in time linear in seq; autograd keeps ``seq / CHUNK`` states for backward."""
+    """The result of `eager.bilinear` in time linear in seq; autograd keeps ``seq / CHUNK`` states for backward."""
     return _attend("bilinear", [q1, q2], [k1, k2], v, causal=causal, scale=scale)
 
 
@@ -212,12 +216,12 @@ def squared(
     causal: bool,
     scale: float,
 ) -> Inexact[Tensor, "batch seq_q n_head d_v"]:
-    """`eager.squared` in time linear in seq, on symmetric features."""
+    """The result of `eager.squared` in time linear in seq; autograd keeps ``seq / CHUNK`` states for backward."""
     return _attend("squared", [q], [k], v, causal=causal, scale=scale)
 
 
 def _attend(kind: Kind, queries: list[Tensor], keys: list[Tensor], v: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """Keys before the first query go into the state at once; queries before the first key see nothing."""
+    """Attention by a new state: keys before the first query are added first; queries before the first key give 0."""
     batch, seq_k, n_head, d_v = v.shape
     seq_q, d_qk = queries[0].shape[1], queries[0].shape[3]
     dtype = accumulation_dtype(v.dtype)

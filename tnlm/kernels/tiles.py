@@ -1,7 +1,7 @@
-"""The table of tile sizes of the Triton kernels, one row per GPU target, dtype, function and pair of widths.
+"""Tile sizes of the Triton kernels: a table with one row per GPU target, dtype, function and pair of widths.
 
-Every row is compiled by ``python -m tnlm.kernels.triton_compile`` without a GPU and checked there: no register
-spills, shared memory within the target's limit, tensor-core instructions present. No autotuning happens at run time.
+``python -m tnlm.kernels.triton_compile`` compiles every row without a GPU and checks it: no register spills, shared
+memory within the target's limit, tensor-core instructions present. There is no autotuning at run time.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows and key rows of one tile, and how many warps and pipeline stages work on it."""
+    """Sizes of one tile (query rows, key rows) and its numbers of warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -21,7 +21,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Row:
-    """The tiles of the three kernels."""
+    """The tiles of the three kernels: forward, dQ, and dK with dV."""
 
     forward: Tile
     dq: Tile
@@ -29,7 +29,7 @@ class Row:
 
 
 WIDTHS = ((16, 16), (32, 32), (32, 64), (64, 64), (64, 128), (128, 128))
-"""Pairs (d_qk, d_v) that are compiled; other widths are padded with zeros to the least pair that holds them."""
+"""Pairs (d_qk, d_v) that are compiled; other widths are padded with zeros to the smallest pair that holds them."""
 SHARED_MEMORY_LIMIT = {"sm_80": 101376, "sm_90": 232448, "gfx942": 65536}
 """Bytes per block. The rows of sm_80 also serve sm_86, sm_89 and sm_120, so the least limit of these counts."""
 
@@ -102,7 +102,7 @@ TABLE: dict[tuple[str, int, str], Rows] = {
 
 
 def target_of(device: torch.device) -> str | None:
-    """The target whose rows this GPU runs, None when there is none; the interpreter on a CPU runs those of sm_90."""
+    """The target whose rows a device uses; None for a GPU without rows, and sm_90 for the interpreter on a CPU."""
     if device.type != "cuda":
         return "sm_90"
     if torch.version.hip is not None:
@@ -113,7 +113,7 @@ def target_of(device: torch.device) -> str | None:
 
 
 def lookup(target: str | None, kind: str, dtype: torch.dtype, d_qk: int, d_v: int) -> tuple[Row, tuple[int, int]]:
-    """The row and the pair of compiled widths for a head of d_qk and d_v; ValueError when `why_not` has a reason."""
+    """The row and the pair of compiled widths for heads of d_qk and d_v; a ValueError if there is none."""
     reason = why_not(target, d_qk, d_v)
     if target is None or reason:
         raise ValueError(f"triton attention {reason}")

@@ -1,4 +1,4 @@
-"""Derivatives beyond the first backward pass: whether a transform is at work, and gradients that have gradients."""
+"""Derivatives beyond a first backward pass: detection of ``torch.func`` transforms, and differentiable gradients."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 
 def transformed(*tensors: Tensor) -> bool:
-    """True inside vmap, grad, jvp and the like: custom operators fail there or, worse, drop the tangent."""
+    """Whether a tensor is inside vmap, grad, jvp and the like, where custom operators fail or lose the tangent."""
     if any(unpack_dual(x).tangent is not None for x in tensors):
         return True
     # What follows cannot be traced, and need not be: compiling a custom operator under vmap or grad is an error
@@ -20,9 +20,9 @@ def transformed(*tensors: Tensor) -> bool:
 def partial_gradients(
     function: Callable[..., Tensor], operands: Sequence[Tensor], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradient of each operand that takes one, as a differentiable function of all and of ``grad``.
+    """Gradient of each operand that requires one, differentiable in all operands and in ``grad``; None for the others.
 
-    Through an alias of each operand: one that depends on another, or is another, is held fixed for its gradient.
+    If two operands share storage or a graph, gradients are taken as if the others were constants.
     """
     aliases = [x.view_as(x) for x in operands]
     wanted = [x for x in aliases if x.requires_grad]

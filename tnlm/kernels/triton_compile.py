@@ -1,4 +1,4 @@
-"""Compile every row of the tile table for its GPU, without a GPU, and refuse what would run badly.
+"""Compile every row of the tile table for its GPU, without a GPU, and report rows that would run slowly or not at all.
 
 ``python -m tnlm.kernels.triton_compile`` checks all sm_90 rows and the widest sm_80 rows, ``--all`` every target,
 float16 beside bfloat16, and attention that is not causal. Needs only the triton wheel, which carries ptxas and
@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tnlm.kernels import tiles, triton_kernels
-from tnlm.kernels.triton_launch import precision
+from tnlm.kernels.triton_launch import kernel_constants
 
 KERNELS = {
     "forward": triton_kernels.forward_kernel,
@@ -41,14 +41,14 @@ COMPILER_TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SERVED_BY = {"sm_89": "sm_80", "sm_120": "sm_80"}
-"""Targets without rows of their own, and whose rows they run."""
+"""Targets without rows of their own, and the targets whose rows they use."""
 TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POINTERS = ("q1", "k1", "q2", "k2", "v", "out", "grad", "dq1", "dq2", "dk1", "dk2", "dv")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel of one row."""
+    """One kernel of one row, to be compiled for one target."""
 
     target: str
     kind: str
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What the compiler made of it; ``faults`` is empty when the row may ship."""
+    """Resources of one compiled kernel, and its faults; a row without faults may be used."""
 
     job: Job
     registers: int
@@ -85,7 +85,7 @@ class Result:
 
 
 def jobs(*, everything: bool = False) -> list[Job]:
-    """The rows to check, the slowest to compile first."""
+    """The kernels to check, the slowest to compile first."""
     targets = COMPILER_TARGETS if everything else ("sm_90", "sm_80")
     dtypes = (torch.bfloat16, torch.float16, torch.float32) if everything else (torch.bfloat16, torch.float32)
     causal = (True, False) if everything else (True,)
@@ -97,7 +97,7 @@ def jobs(*, everything: bool = False) -> list[Job]:
 
 
 def compile_job(job: Job) -> Result:
-    """Compile one kernel as a run would, and measure it."""
+    """Compile one kernel as a run would; returns its resources and faults."""
     start = time.perf_counter()
     try:
         compiled = triton.compile(
@@ -118,17 +118,9 @@ def compile_job(job: Job) -> Result:
 
 
 def _source(job: Job) -> ASTSource:
-    """Types, constants and divisibility as the launcher guarantees them: 16 for pointers and strides."""
+    """A kernel with types, constants and divisibility as the launcher guarantees: 16 for pointers and strides."""
     kernel = KERNELS[job.kernel]
-    constants = {
-        "D_QK": job.widths[0],
-        "D_V": job.widths[1],
-        "BLOCK_M": job.tile.block_m,
-        "BLOCK_N": job.tile.block_n,
-        "CAUSAL": job.causal,
-        "SQUARED": job.kind == "squared",
-        "PRECISION": precision(job.dtype),
-    }
+    constants = kernel_constants(job.kind, job.tile, job.dtype, job.widths, job.causal)
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -174,7 +166,7 @@ def _inspect_amd(compiled, job: Job) -> tuple[int, int, list[str]]:
 
 
 def _number(pattern: str, text: str) -> int:
-    """The number in a tool's report; a report without it is an error, not a zero."""
+    """The number that a pattern finds in a tool's report; a report without it is an error, not a zero."""
     found = re.search(pattern, text)
     assert found, f"no {pattern} in the report"
     return int(found[1])

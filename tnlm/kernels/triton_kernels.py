@@ -1,7 +1,8 @@
-"""Three Triton kernels: forward, dQ, and dK with dV; bilinear, or squared where q2 and k2 are not read.
+"""The three Triton kernels: forward, dQ, and dK with dV, each for bilinear and squared attention.
 
-One program owns one tile of the output and loops over tiles of the other axis. There is no softmax, so tiles are
-independent and rows loaded as zeros add exactly zero: only tiles on the diagonal need a mask. Scores are formed and
+One program computes one tile of the output and loops over tiles of the other axis. There is no softmax, so tiles are
+independent and rows loaded as zeros add exactly zero: only tiles on the diagonal need a mask. Squared attention does
+not read q2 and k2. Scores are formed and
 scaled in float32 and rounded to the input dtype before the next matmul. Operands are (batch, seq, n_head, d) through
 strides, the last axis contiguous. Query i sees key j when ``j <= i + seq_k - seq_q``.
 
@@ -14,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _tile(base, rows, seq, stride, WIDTH: tl.constexpr):
-    """Rows of one head as [rows, WIDTH], zeros from `seq` on."""
+    """Rows of one head as [rows, WIDTH]; rows from `seq` on are zeros."""
     offsets = rows[:, None] * stride + tl.arange(0, WIDTH)[None, :]
     return tl.load(base + offsets, mask=rows[:, None] < seq, other=0.0)
 
@@ -64,7 +65,7 @@ def forward_kernel(
     D_QK: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch * head, query tile); the longest rows of keys come first."""
+    """Attention output. Program (batch * head, query tile); tiles that see the most keys come first."""
     m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     o_m = m + tl.arange(0, BLOCK_M)
     q_head = _head(n_head, stride_qb, stride_qh)
@@ -131,7 +132,7 @@ def dq_kernel(
     D_QK: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch * head, query tile), as the forward."""
+    """Gradients of the queries. Program (batch * head, query tile), in the order of the forward."""
     m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     o_m = m + tl.arange(0, BLOCK_M)
     q_head = _head(n_head, stride_qb, stride_qh)
@@ -209,7 +210,7 @@ def dkv_kernel(
     D_QK: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch * head, key tile); the first keys, seen by most queries, come first."""
+    """Gradients of keys and values. Program (batch * head, key tile); keys seen by the most queries come first."""
     n = tl.program_id(1) * BLOCK_N
     o_n = n + tl.arange(0, BLOCK_N)
     q_head = _head(n_head, stride_qb, stride_qh)

@@ -1,4 +1,4 @@
-"""Launch the Triton kernels: widths, strides and alignment as they were compiled, fresh contiguous outputs."""
+"""Attention by the Triton kernels: operands get the widths, strides and alignment that the kernels are compiled for."""
 
 from functools import partial
 
@@ -49,7 +49,7 @@ def _forward(kind: str, queries: list[Tensor], keys: list[Tensor], v: Tensor, ca
         forward_kernel[grid](
             queries[0], keys[0], queries[-1], keys[-1], v, out, scale, n_head, seq_q, seq_k,
             *_strides(queries[0], keys[0], v, out),
-            **_constants(kind, row.forward, v.dtype, width_qk, width_v, causal),
+            **kernel_constants(kind, row.forward, v.dtype, (width_qk, width_v), causal), **_options(row.forward),
         )  # fmt: skip
     return out[..., :d_v].contiguous()
 
@@ -80,19 +80,19 @@ def _backward(
         dq_kernel[(batch * n_head, triton.cdiv(seq_q, row.dq.block_m))](
             *operands, dq[0], dq[-1], scale, n_head, seq_q, seq_k,
             *_strides(queries[0], keys[0], v, grad, dq[0]),
-            **_constants(kind, row.dq, v.dtype, width_qk, width_v, causal),
+            **kernel_constants(kind, row.dq, v.dtype, (width_qk, width_v), causal), **_options(row.dq),
         )  # fmt: skip
         dkv_kernel[(batch * n_head, triton.cdiv(seq_k, row.dkv.block_n))](
             *operands, dk[0], dk[-1], dv, scale, n_head, seq_q, seq_k,
             *_strides(queries[0], keys[0], v, grad, dk[0], dv),
-            **_constants(kind, row.dkv, v.dtype, width_qk, width_v, causal),
+            **kernel_constants(kind, row.dkv, v.dtype, (width_qk, width_v), causal), **_options(row.dkv),
         )  # fmt: skip
     factors = [x[..., :d_qk].contiguous() for pair in zip(dq, dk, strict=True) for x in pair]
     return *factors, dv[..., :d_v].contiguous()
 
 
 def _row(kind: str, q: Tensor, v: Tensor) -> tuple[tiles.Row, tuple[int, int]]:
-    """Tiles and compiled widths; refused when even packed operands need offsets wider than the kernels'."""
+    """Tiles and compiled widths; a ValueError if even packed operands need offsets beyond int32."""
     row, widths = tiles.lookup(tiles.target_of(v.device), kind, v.dtype, q.shape[3], v.shape[3])
     seq, n_head = max(q.shape[1], v.shape[1]), v.shape[2]
     if seq * n_head * max(widths) >= INT32_LIMIT:
@@ -104,10 +104,10 @@ def _row(kind: str, q: Tensor, v: Tensor) -> tuple[tiles.Row, tuple[int, int]]:
 
 
 def _ready(tensors: list[Tensor], width: int) -> list[Tensor]:
-    """Pad the last axis with zeros, which is exact, and copy unless strides and address are as compiled.
+    """The tensors, padded to a width with zeros, which is exact, and copied unless strides and address fit.
 
-    The kernels are compiled for addresses of 16 bytes, strides of 16 elements and int32 row offsets; tensors of one
-    list share strides.
+    The kernels are compiled for addresses divisible by 16 bytes, strides divisible by 16 elements and int32 row
+    offsets; tensors of one list have the same strides.
     """
     tensors = [F.pad(x, (0, width - x.shape[3])) if x.shape[3] != width else x for x in tensors]
     aligned = all(
@@ -124,10 +124,11 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in x.stride()[:3])
 
 
-def _constants(
-    kind: str, tile: tiles.Tile, dtype: torch.dtype, width_qk: int, width_v: int, causal: bool
+def kernel_constants(
+    kind: str, tile: tiles.Tile, dtype: torch.dtype, widths: tuple[int, int], causal: bool
 ) -> dict[str, object]:
     """The compile-time arguments of any of the three kernels."""
+    width_qk, width_v = widths
     return {
         "D_QK": width_qk,
         "D_V": width_v,
@@ -135,12 +136,11 @@ def _constants(
         "BLOCK_N": tile.block_n,
         "CAUSAL": causal,
         "SQUARED": kind == "squared",
-        "PRECISION": precision(dtype),
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        # Float32 matmuls are exact; Triton's default, tf32, would be a thousand times less precise.
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How matmuls read float32: exactly ("ieee"). The default, tf32, would lose a factor of a thousand."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+def _options(tile: tiles.Tile) -> dict[str, int]:
+    """Triton's own launch options of a tile."""
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
