@@ -86,7 +86,7 @@ def train(config: TrainConfig, *, initial: Mapping[str, Tensor] | None = None, p
         ValueError: The configuration, the data or the launch is refused, the folder holds another run, or another
             process trains in it.
         Diverged: A loss or gradient is not finite.
-        Interrupted: SIGTERM or SIGINT; a complete checkpoint was saved.
+        Interrupted: SIGTERM, SIGINT or SIGHUP; a complete checkpoint was saved.
         SaveError: The disk refused a checkpoint.
     """
     world = World.from_environment()
@@ -451,7 +451,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the run after the step, with a save.
+        """SIGTERM, SIGINT and SIGHUP end the run after the step, with a save; SIGHUP not under ``nohup``.
 
         A launcher and a scheduler often signal the same process both, so whatever comes within
         :data:`SAME_SIGNAL_SECONDS` is the same request; a later signal ends the process at once, without a save.
@@ -472,7 +472,11 @@ class Trainer:
             elif time.monotonic() - first > SAME_SIGNAL_SECONDS:
                 os._exit(128 + number)
 
-        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        stopping = [signal.SIGTERM, signal.SIGINT]
+        # A lost terminal sends it, and torchrun passes it on
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            stopping.append(signal.SIGHUP)
+        before = {number: signal.signal(number, handle) for number in stopping}
         try:
             yield
         finally:
