@@ -1,5 +1,7 @@
 """What is kept between forwards gives the logits of the full forward, however the tokens arrive."""
 
+import copy
+
 import pytest
 import torch
 
@@ -194,12 +196,13 @@ def test_another_kind_of_model_is_refused(recurrent, config, made, got):
 @pytest.mark.parametrize("filled, read", [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)], ids=str)
 @pytest.mark.parametrize("kind, recurrent", ATTENDING)
 def test_another_dtype_is_refused(kind, recurrent, filled, read):
-    config, tokens = tiny(attention=kind), ids(2, 6)
-    cache = Cache(config, recurrent=recurrent)
+    model, tokens = build(tiny(attention=kind), dtype=filled), ids(2, 6)
+    cache = Cache(model.config, recurrent=recurrent)
     with torch.no_grad():
-        build(config, dtype=filled)(tokens[:, :4], cache=cache)
+        model(tokens[:, :4], cache=cache)
+        model.to(read)
         with pytest.raises(ValueError, match=rf"it holds .* {filled} cpu.*; got .* {read} cpu"):
-            build(config, dtype=read)(tokens[:, 4:], cache=cache)
+            model(tokens[:, 4:], cache=cache)
 
 
 @pytest.mark.user_error
@@ -208,7 +211,7 @@ def test_another_device_is_refused(recurrent):
     cache, tokens = Cache(tiny(), recurrent=recurrent), ids(2, 6)
     with torch.no_grad():
         build(tiny())(tokens[:, :4], cache=cache)
-        with pytest.raises(ValueError, match=r"it holds .* cpu.*; got .* meta"):
+        with pytest.raises(ValueError, match="a cache serves the model that filled it, got another one"):
             build(tiny()).to("meta")(tokens[:, 4:].to("meta"), cache=cache)
 
 
@@ -221,3 +224,48 @@ def test_a_layer_never_reads_what_it_did_not_write():
         with pytest.raises(ValueError, match=r"it holds \(2, seq, 3, 4\) .*; got "):
             layer.extend(keys, piece)
     assert layer.length == 3
+
+
+# Copies, and what only looks like the same model
+
+
+@pytest.mark.parametrize("split", [lambda cache: cache.fork(), copy.copy, copy.deepcopy], ids=["fork", "copy", "deep"])
+@pytest.mark.parametrize("kind, recurrent", ATTENDING)
+def test_two_continuations_of_one_past_do_not_meet(kind, recurrent, split):
+    """The past is 6 positions in storage for 10, so both continuations fit behind it."""
+    model, tokens, others = build(tiny(attention=kind)), ids(2, 12), ids(2, 12, seed=8)
+    first, out = Cache(model.config, recurrent=recurrent), []
+    with torch.no_grad():
+        model(tokens[:, :5], cache=first)
+        model(tokens[:, 5:6], cache=first)
+        second = split(first)
+        for start, end in ((6, 8), (8, 12)):
+            out.append([model(t[:, start:end], cache=c) for t, c in ((tokens, first), (others, second))])
+        mixed = torch.cat([tokens[:, :6], others[:, 6:]], dim=1)
+        for parts, whole in zip(zip(*out, strict=True), (tokens, mixed), strict=True):
+            torch.testing.assert_close(torch.cat(parts, dim=1), model(whole)[:, 6:], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_cache_that_another_model_of_the_same_config_filled_is_refused(recurrent):
+    cache, tokens, model = Cache(tiny(), recurrent=recurrent), ids(2, 6), build(tiny())
+    with torch.no_grad():
+        model(tokens[:, :4], cache=cache)
+        for wrong in (build(tiny(), seed=5), copy.deepcopy(model)):
+            with pytest.raises(ValueError, match="a cache serves the model that filled it, got another one"):
+                wrong(tokens[:, 4:], cache=cache)
+        rest = model(tokens[:, 4:], cache=cache)
+    torch.testing.assert_close(rest, model(tokens)[:, 4:], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.user_error
+def test_the_blocks_alone_must_start_where_the_cache_ends():
+    model, cache = build(tiny()), Cache(tiny())
+    with torch.no_grad():
+        x0 = model.embedding(ids(2, 6))
+        model.run(x0[:, :4], cache=cache)
+        with pytest.raises(ValueError, match="start must be the number of positions in the cache, 4, got 0"):
+            model.run(x0[:, 4:], cache=cache)
+        rest = model.run(x0[:, 4:], start=4, cache=cache)
+        torch.testing.assert_close(rest, model.run(x0)[:, 4:], rtol=1e-12, atol=1e-12)

@@ -19,6 +19,7 @@ from tnlm.checkpoints.checkpoint import load
 from tnlm.config import ModelConfig
 from tnlm.explicit import NOT_POLYNOMIAL, augment
 from tnlm.mlp import MLP, BilinearMLP
+from tnlm.network import Network
 from tnlm.rotary import rotary_tables
 from tnlm.transformer import Transformer
 
@@ -327,3 +328,18 @@ def test_documentation_runs():
         exec("\n".join(blocks), {})
     documented = re.search(r"print\(net\)  # (.*)", text).group(1)
     assert output.getvalue().splitlines()[0] == documented
+
+
+def test_no_operand_of_a_network_shares_memory_with_the_model():
+    model = build(tiny(norm="none", embedding_norm=False, qk_norm=False, value_residual=False))
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def tensors(network):
+        for operand, _ in network.operands:
+            yield from tensors(operand) if isinstance(operand, Network) else [operand]
+
+    block = model.blocks[0]
+    for network in (model.network(3), block.attn.network(3), block.mlp.network()):
+        found = [t for t in tensors(network) if isinstance(t, torch.Tensor)]
+        assert found
+        assert not [t.shape for t in found if t.untyped_storage().data_ptr() in parameters]

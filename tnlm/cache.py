@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -22,15 +23,17 @@ RECURRENT_ATTENTIONS = ("bilinear", "squared")
 class LayerCache:
     """Rotated keys and mixed values of one attention layer, in storage that grows by doubling.
 
+    Copies share storage until one of them writes where another one has written: that one goes on in storage of its own.
     Memory: ``batch * n_head * (n_qk * d_qk + d_head)`` numbers per position.
     """
 
     def __init__(self) -> None:
         self.length = 0
         self._storage: list[Tensor] = []
+        self._written = [0]  # positions of the storage that hold something; of all copies that share it
 
     def fork(self) -> "LayerCache":
-        """The same past, to be extended on trial: storage is shared, and this one reads none of it past its length."""
+        """An independent continuation that shares the past."""
         return copy.copy(self)
 
     def extend(
@@ -45,11 +48,12 @@ class LayerCache:
         storage = self._storage or [t[:, :0] for t in new]
         check_alike(storage, new)
         start, length = self.length, self.length + values.shape[1]
-        if storage[0].shape[1] < length:
+        if storage[0].shape[1] < length or self._written[0] != start:
             grown = [t.new_empty(t.shape[0], max(2 * start, length), *t.shape[2:]) for t in new]
             for old, t in zip(storage, grown, strict=True):
                 t[:, :start] = old[:, :start]
-            storage = grown
+            storage, self._written = grown, [0]
+        self._written[0] = length
         for t, n in zip(storage, new, strict=True):
             t[:, start:length] = n
         self._storage, self.length = storage, length
@@ -105,6 +109,8 @@ class Cache:
     """
 
     layers: Sequence[LayerCache | LayerState]
+    _filled_by: weakref.ref[Tensor] | None = None
+    """The embedding of the model that filled it."""
 
     def __init__(self, config: ModelConfig, *, recurrent: bool = False) -> None:
         if recurrent and config.attention not in RECURRENT_ATTENTIONS:
@@ -120,20 +126,23 @@ class Cache:
         self.length = 0
 
     def fork(self) -> "Cache":
-        """The same past, to be extended on trial."""
+        """An independent continuation that shares the past."""
         other = copy.copy(self)
         other.layers = [layer.fork() for layer in self.layers]
         return other
 
     def adopt(self, trial: "Cache") -> None:
-        """Take over what a fork was extended by; no other fork made before may be adopted then."""
+        """Take over what a fork was extended by."""
         vars(self).update(vars(trial))  # one step: no signal falls between the layers and the length
 
     def advance(self, new: int) -> None:
         self.length += new
 
-    def check(self, config: ModelConfig) -> None:
-        """Refuse a model that is not of the kind that this cache was made for.
+    def claim(self, config: ModelConfig, embedding: Tensor) -> None:
+        """Refuse a model that this cache was not made for, or another one than that which has filled it.
+
+        Args:
+            embedding: Of the model, which is known by it: the views of a model share its parameters.
 
         Raises:
             ValueError: Naming the fields that differ.
@@ -143,6 +152,12 @@ class Cache:
             names = [name for name in own if own[name] != other[name]]
             made, got = (", ".join(f"{name}={values[name]!r}" for name in names) for values in (own, other))
             raise ValueError(f"this cache was made for a model with {made}, got one with {got}; begin a new one")
+        if self._filled_by is None:
+            self._filled_by = weakref.ref(embedding)
+        elif self._filled_by() is not embedding:
+            raise ValueError(
+                "a cache serves the model that filled it, got another one of the same config; begin a new one"
+            )
 
 
 def all_or_nothing(forward: F) -> F:
@@ -152,8 +167,8 @@ def all_or_nothing(forward: F) -> F:
     def run(model: Any, *args: Any, cache: Cache | None = None, **options: Any) -> Any:
         if cache is None:
             return forward(model, *args, **options)
-        cache.check(model.config)
         trial = cache.fork()
+        trial.claim(model.config, model.embed.w_e)
         out = forward(model, *args, cache=trial, **options)
         cache.adopt(trial)
         return out

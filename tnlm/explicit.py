@@ -237,7 +237,7 @@ def _value(
     attn: "Attention", read: _Read, first: tuple[_Read, Tensor] | None, *, copies: int, name: str
 ) -> tuple[Network, Tensor]:
     """Network of the values ``(batch, seq, head, d_head)``, mixed with block 0's if ``first`` is given; and ``w_o``."""
-    w_v, w_o = _heads(attn, attn.w_v), attn.w_o.view(attn.d_model, attn.n_head, attn.d_head)
+    w_v, w_o = _heads(attn, attn.w_v), attn.w_o.clone().view(attn.d_model, attn.n_head, attn.d_head)
     weight = read.columns(read=w_v)
     if copies:
         slices = torch.eye(copies * attn.d_head, 1 + attn.d_model).to(w_v).view(copies, attn.d_head, -1)
@@ -316,7 +316,7 @@ def transformer_network(model: "Transformer", seq: int) -> Network:
             x = _mlp(block.mlp, read, axes="batch seq", copies=1 + config.d_model, name=f"{name}.mlp")
     x = residual.norm(model.ln_final, x, "ln_final")
     operands: list[tuple[Operand, str]] = [
-        (model.unembed.w_u, "d_vocab d_model"),
+        (model.unembed.w_u.clone(), "d_vocab d_model"),
         (residual.entries, "d_model d"),
         (x, "batch seq d"),
     ]

@@ -213,8 +213,14 @@ class Transformer(nn.Module):
     def run(
         self, x0: Shaped[Tensor, "batch seq d_model"], *, start: int = 0, cache: Cache | None = None
     ) -> Shaped[Tensor, "batch seq d_model"]:
-        """The residual stream after the last block, from the one before the first; position 0 is ``start``."""
+        """The residual stream after the last block, from the one before the first; position 0 is ``start``.
+
+        Raises:
+            ValueError: ``cache`` has seen another number of positions than ``start``.
+        """
         config, seq = self.config, x0.shape[1]
+        if cache is not None and start != cache.length:
+            raise ValueError(f"start must be the number of positions in the cache, {cache.length}, got {start}")
         dtype = getattr(torch, config.rotary_table_dtype)
         tables = rotary_tables(
             seq,

@@ -285,6 +285,15 @@ def test_run_folder_and_its_checkpoints(tmp_path):
 
 
 @pytest.mark.user_error
+def test_a_checkpoint_of_a_run_is_not_saved_over(tmp_path):
+    model = build(tiny(), torch.float32)
+    write_run(tmp_path, {10: model})
+    with pytest.raises(ValueError, match="step_000010 is a checkpoint of a training run, which would be lost"):
+        tnlm.save(build(tiny(), torch.float32, seed=5), tmp_path / "checkpoints/step_000010")
+    assert same_state(tnlm.load(tmp_path), model)
+
+
+@pytest.mark.user_error
 def test_incomplete_checkpoints_are_passed_over_by_name(tmp_path):
     models = {step: build(tiny(), torch.float32, seed=step) for step in (10, 20, 30)}
     write_run(tmp_path, models)

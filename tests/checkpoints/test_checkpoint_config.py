@@ -10,6 +10,7 @@ import torch
 import tnlm
 from tests.checkpoints.checkpoint_files import edit, published_model, same_state, write_published
 from tests.tiny_models import build, tiny
+from tnlm.checkpoints.checkpoint import read_config
 
 MODEL = published_model()
 
@@ -18,6 +19,14 @@ MODEL = published_model()
 def ours(tmp_path):
     tnlm.save(build(tiny(), torch.float32), tmp_path)
     return tmp_path
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize("overrides", [[("n_head", 3)], "n_head=3"])
+@pytest.mark.parametrize("read", [tnlm.load, read_config])
+def test_overrides_must_be_a_dict(read, overrides, ours):
+    with pytest.raises(ValueError, match=r"overrides must be a dict of config keys, such as .*, got "):
+        read(ours, overrides=overrides)
 
 
 @pytest.mark.user_error

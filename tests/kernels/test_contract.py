@@ -1,6 +1,8 @@
 """What every implementation owes: small errors at all lengths, properties of the formula, any memory layout."""
 
+import logging
 import multiprocessing
+import os
 import threading
 import warnings
 
@@ -274,3 +276,23 @@ def test_float16_overflow_raises_on_a_cpu(kind, implementation):
     with pytest.raises(ValueError, match=r"must fit float16 .* got 1\.04858e\+06.* use bfloat16"):
         FUNCTIONS[kind](*tensors, scale=1.0, implementation=implementation)
     assert FUNCTIONS[kind](*tensors, implementation=implementation).item() == 256
+
+
+def test_an_interrupt_while_threads_start_leaves_none_waiting(monkeypatch):
+    """Threads that wait for a start which never comes would keep the process from ending."""
+
+    class Interrupted(threading.Barrier):
+        def wait(self, timeout=None):
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(chunked.threading, "Barrier", Interrupted)
+    monkeypatch.setattr(logging.getLogger("concurrent.futures"), "disabled", True)  # it reports the broken start
+    with pytest.raises(KeyboardInterrupt):
+        chunked._pool.__wrapped__(os.getpid(), 3)
+    started = set(threading.enumerate()) - before
+    for thread in started:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in started)

@@ -102,8 +102,9 @@ def recorded(config: TrainConfig, folder: Path) -> Path:
     config = config.replace(out=str(folder))
     trainer = Trainer(config, progress=False)
     trainer.inputs.loader.close()
+    more = {"bits_per_byte": None, "val_tokens": config.val_tokens}
     events = [{"kind": "start", "step": 0, **trainer.facts()}]
-    events += [{"kind": "val", "step": s, "loss": 5.0, "val_tokens": config.val_tokens} for s in (0, config.steps)]
+    events += [{"kind": "val", "step": s, "loss": 5.0, **more} for s in (0, config.steps)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
 

@@ -69,9 +69,10 @@ def load(
         ValueError: Naming what was found, what was expected and the way out.
     """
     place, wanted = _check_device(device), _check_dtype(dtype)
+    overrides = _check_overrides(overrides)
     found = find_model(name_or_path, revision=revision)
     stored = _read_weights(found)
-    layout, config, raw = _describe(found, stored, attention, overrides or {})
+    layout, config, raw = _describe(found, stored, attention, overrides)
     tensors = dict(stored.tensors)
     table = layout.make_table(config, raw, _shapes(tensors))
     layouts.tie(tensors, table, raw, label=found.label)
@@ -100,11 +101,12 @@ def read_config(
     Raises:
         ValueError: As :func:`load`.
     """
+    overrides = _check_overrides(overrides)
     entry, _, path = locate(name_or_path, revision=revision)
     if path is None and entry is not None and revision in (None, entry.revision) and not overrides:
         return entry.config
     found = find_model(name_or_path, revision=revision)
-    return _describe(found, weightfiles.read(found.weights), attention, overrides or {})[1]
+    return _describe(found, weightfiles.read(found.weights), attention, overrides)[1]
 
 
 def save(
@@ -159,6 +161,8 @@ def _save(
             )
         if is_run(folder):
             raise ValueError(f"{folder} is the folder of a training run, whose config.json would be lost; name another")
+        if (folder / files.MARKER).exists():
+            raise ValueError(f"{folder} is a checkpoint of a training run, which would be lost; name another folder")
         finish_save(folder)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
@@ -328,6 +332,12 @@ def _check_device(device: torch.device | str) -> torch.device:
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f'device="{device}" needs a CUDA device, and torch sees none; use device="cpu"')
     return place
+
+
+def _check_overrides(overrides: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ValueError(f'overrides must be a dict of config keys, such as {{"n_head": 1}}, got {overrides!r}')
+    return overrides or {}
 
 
 def _check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

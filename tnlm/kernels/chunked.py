@@ -231,8 +231,12 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
         started.wait()
 
     pool = ThreadPoolExecutor(threads, "tnlm-attention", initializer=start)
-    for _ in range(threads):
-        pool.submit(int)
-    started.wait()
+    try:
+        for _ in range(threads):
+            pool.submit(int)
+        started.wait()
+    except BaseException:
+        started.abort()  # or, after Ctrl-C, those that wait here would keep the process from ending
+        raise
     torch.set_num_threads(threads)
     return pool

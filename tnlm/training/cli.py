@@ -7,6 +7,7 @@ Progress goes to stderr, the last line of stdout is one JSON record, rank 0's un
 - 2: a wrong flag, configuration, file or launch, or another process in the run folder; the message says what to change
 - 3: training diverged: a loss or gradient was not finite
 - 4: the disk refused a write (full, read-only); older checkpoints are untouched
+- 129: SIGHUP, as SIGINT (a lost terminal; ``nohup`` keeps the run going)
 - 130: SIGINT; in training a complete checkpoint was saved, and the same command resumes
 - 141: the reader of the output has left (``| head``)
 - 143: SIGTERM, as SIGINT; under torchrun the launcher's exit code is 1 in every case but 0

@@ -227,3 +227,13 @@ def test_bad_arguments_are_refused():
     ]:
         with pytest.raises(ValueError, match=text):
             call()
+
+
+@pytest.mark.user_error
+def test_traces_and_applied_forms_that_overflow_are_refused():
+    """1e13 cubed is 1e39, past the largest float32."""
+    b = BilinearTensor(*(torch.full(shape, 1e13) for shape in ((5, 6), (5, 6), (4, 5))))
+    with pytest.raises(ValueError, match="the trace overflows float32, got 4 NaN or infinite of 4 entries"):
+        b.traces()
+    with pytest.raises(ValueError, match="the form applied to x overflows float32"):
+        b.apply(torch.ones(4), torch.ones(6, 1))

@@ -640,7 +640,7 @@ class TestRunFolders:
         with pytest.raises(ValueError, match="must hold a start event"):
             load_run(folder)
         metrics.write_text("[1]\n")
-        with pytest.raises(ValueError, match=r"metrics.jsonl line 1 must be a JSON object with kind and step"):
+        with pytest.raises(ValueError, match=r"metrics.jsonl line 1 must be a JSON object with kind, step"):
             load_run(folder)
         metrics.unlink()
         with pytest.raises(ValueError, match=r"must hold metrics.jsonl"):

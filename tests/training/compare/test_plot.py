@@ -92,7 +92,8 @@ def test_png_without_kaleido_says_so(tmp_path, monkeypatch):
 
 def test_loss_curves(tmp_path):
     events = [{"kind": "train", "step": s, "loss": float(s % 7)} for s in range(1, 31)]
-    events += [{"kind": "val", "step": 0, "loss": 5.0}, {"kind": "val", "step": 30, "loss": 2.0}]
+    more = {"bits_per_byte": None, "val_tokens": 60}
+    events += [{"kind": "val", "step": step, "loss": loss, **more} for step, loss in ((0, 5.0), (30, 2.0))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
     figure = plot.loss_curves([tmp_path], smooth=7, log_x=True)
     raw, smooth, val = figure.data

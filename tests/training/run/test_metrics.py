@@ -11,14 +11,16 @@ import pytest
 from tnlm.training.run import metrics
 from tnlm.training.run.metrics import MetricsLog, Progress, Speed, Tracking, cut_back, peak_flops, read_metrics
 
+VAL = {"loss": 1 / 3, "bits_per_byte": None, "val_tokens": 60}
+
 
 def test_events_are_read_as_written(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.append("val", step=0, loss=1 / 3)
+    log.append("val", step=0, **VAL)
     log.append("train", step=1, loss=2.5)
     # before closing: every line is flushed
     assert read_metrics(tmp_path / "metrics.jsonl") == [
-        {"kind": "val", "step": 0, "loss": 1 / 3},
+        {"kind": "val", "step": 0, **VAL},
         {"kind": "train", "step": 1, "loss": 2.5},
     ]
     log.close()
@@ -33,8 +35,10 @@ def test_a_full_disk_names_the_file():
 
 def test_cut_back_drops_what_comes_after_and_a_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    events = [{"kind": k, "step": s} for k, s in [("start", 0), ("train", 1), ("train", 2), ("save", 2), ("end", 2)]]
-    path.write_text("".join(json.dumps(e) + "\n" for e in [*events, {"kind": "train", "step": 3}]) + '{"kind": "tr')
+    more = {"start": {"warmdown_steps": 1, "data": {}}, "train": {"loss": 2.5}, "save": {}, "end": {}}
+    kinds = [("start", 0), ("train", 1), ("train", 2), ("save", 2), ("end", 2), ("train", 3)]
+    *events, last = [{"kind": kind, "step": step, **more[kind]} for kind, step in kinds]
+    path.write_text("".join(json.dumps(event) + "\n" for event in [*events, last]) + '{"kind": "tr')
     assert cut_back(path, 2, into=path) == events[:-1]
     assert read_metrics(path) == events[:-1]
     assert cut_back(path, 1, into=tmp_path / "branch.jsonl") == events[:2]
@@ -45,7 +49,7 @@ def test_updates_that_the_log_lost_are_said(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with pytest.warns(UserWarning, match=r"metrics.jsonl lacks 5 of the 5 updates of this run, from step 1 to 5"):
         assert cut_back(path, 5, into=path) == []
-    events = [{"kind": "train", "step": step} for step in (1, 2, 4, 5, 7)]
+    events = [{"kind": "train", "step": step, "loss": 2.5} for step in (1, 2, 4, 5, 7)]
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     with pytest.warns(UserWarning, match=r"lacks 2 of the 6 updates of this run, from step 3 to 6"):
         assert cut_back(path, 6, into=path) == events[:4]
@@ -53,13 +57,22 @@ def test_updates_that_the_log_lost_are_said(tmp_path):
 
 @pytest.mark.user_error
 @pytest.mark.parametrize(
-    "line", [b"not json", b"5", b"[]", b"null", b"{}", b'{"kind": "val"}', b'{"step": 3}', b"\0\0\0", b"\xff\xfe"]
+    "line",
+    [
+        *(b"not json", b"5", b"[]", b"null", b"{}", b'{"kind": "val"}', b'{"step": 3}', b"\0\0\0", b"\xff\xfe"),
+        b'{"kind": "train", "step": 3}',
+        b'{"kind": "train", "step": 3, "loss": "2.5"}',
+        b'{"kind": "val", "step": 3, "loss": null, "bits_per_byte": null, "val_tokens": 60}',
+        b'{"kind": "val", "step": 3, "loss": 2.5}',
+        b'{"kind": "start", "step": 0, "data": null, "warmdown_steps": 8}',
+        b'{"kind": ["val"], "step": 3}',
+    ],
 )
 def test_a_line_that_is_no_event_is_named(line, tmp_path):
     """Anywhere but at the end, where a kill may have cut a line short."""
-    event, path = b'{"kind": "val", "step": 3}\n', tmp_path / "m.jsonl"
+    event, path = json.dumps({"kind": "val", "step": 3, **VAL}).encode() + b"\n", tmp_path / "m.jsonl"
     path.write_bytes(event + line + b"\n" + event)
-    with pytest.raises(ValueError, match=r"m\.jsonl line 2 must be a JSON object with kind and step, got .*; remove"):
+    with pytest.raises(ValueError, match=r"m\.jsonl line 2 must be a JSON object with kind, step and .*got .*; remove"):
         read_metrics(path)
     path.write_bytes(event + line)
     assert read_metrics(path) == [json.loads(event)]

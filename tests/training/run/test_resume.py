@@ -137,7 +137,7 @@ def test_random_generators_continue(tmp_path, monkeypatch):
     assert draws["first"] == draws["second"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_saves_and_says_so(number, tmp_path, monkeypatch):
     whole = small_config(tmp_path, "whole")
     quietly(whole)
@@ -152,6 +152,15 @@ def test_signal_saves_and_says_so(number, tmp_path, monkeypatch):
     saves = [e["step"] for e in read_metrics(config.folder / "metrics.jsonl") if e["kind"] == "save"]
     assert saves == [4, 8, 10, 12, 16, 20]
     assert record(config.folder)[1] == record(whole.folder)[1]
+
+
+def test_a_signal_that_nohup_has_ignored_stays_ignored(tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop_at(monkeypatch, 9, lambda: signal.raise_signal(signal.SIGHUP))
+        assert quietly(small_config(tmp_path)).steps == 20
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_repeated_signal_is_the_same_request(tmp_path, monkeypatch):

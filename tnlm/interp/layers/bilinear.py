@@ -191,7 +191,9 @@ class BilinearTensor:
         check_tensor("x", x, (*u.shape[:-1], self.d_in, None), self.w_l)
         k = x.shape[-1]
         w = (u @ self.w_d)[..., None, :].expand(*u.shape[:-1], k, self.d_hidden)
-        return self.apply_rows(w.reshape(-1, self.d_hidden), x.mT.reshape(-1, self.d_in)).reshape(x.mT.shape).mT
+        applied = self.apply_rows(w.reshape(-1, self.d_hidden), x.mT.reshape(-1, self.d_in)).reshape(x.mT.shape).mT
+        check_computed("the form applied to x", applied)
+        return applied
 
     def apply_rows(self, w: Inexact[Tensor, "n d_hidden"], x: Inexact[Tensor, "n d_in"]) -> Inexact[Tensor, "n d_in"]:
         """Matrix whose row n is ``Q_u[n] x[n]``, from the hidden weights ``w[n] = u[n] w_d``.
@@ -202,7 +204,9 @@ class BilinearTensor:
 
     def traces(self) -> Inexact[Tensor, " d_out"]:
         """Trace ``sum_i S[o, i, i]`` for every output: the mean of ``f - bias`` over isotropic inputs."""
-        return self.w_d @ (self.w_l * self.w_r).sum(1)
+        traces = self.w_d @ (self.w_l * self.w_r).sum(1)
+        check_computed("the trace", traces)
+        return traces
 
     def gram(
         self, mode: Literal["out", "in"] = "out", metric: Inexact[Tensor, "n n"] | None = None

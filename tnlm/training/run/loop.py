@@ -48,7 +48,7 @@ def train(config: TrainConfig, *, initial: Mapping[str, Tensor] | None = None, p
         ValueError: The configuration, the data or the launch is refused, the folder holds another run, or another
             process trains in it.
         Diverged: A loss or gradient is not finite.
-        Interrupted: SIGTERM or SIGINT; a complete checkpoint was saved.
+        Interrupted: SIGTERM, SIGINT or SIGHUP; a complete checkpoint was saved.
         SaveError: The disk refused a checkpoint.
     """
     world = World.from_environment()

@@ -42,6 +42,15 @@ PEAK_FLOPS: dict[str, float] = {
 """Dense bf16 FLOP/s by the start of the device's name, the longest match counting; from the makers' data sheets."""
 
 
+_NEEDED: dict[str, dict[str, Any]] = {
+    "start": {"warmdown_steps": int, "data": dict},
+    "resume": {"warmdown_steps": int, "data": dict},
+    "train": {"loss": int | float},
+    "val": {"loss": int | float, "bits_per_byte": int | float | None, "val_tokens": int},
+}
+"""What the readers of an event take for granted, by its kind."""
+
+
 def peak_flops(device_name: str) -> float | None:
     """Peak dense bf16 FLOP/s, or None for a device not in :data:`PEAK_FLOPS`."""
     matches = [name for name in PEAK_FLOPS if device_name.startswith(name)]
@@ -93,7 +102,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         elif line and number < len(lines):
             start = line[:80].decode("utf-8", "replace")
             raise ValueError(
-                f"{path} line {number} must be a JSON object with kind and step, got {start!r}; remove the line"
+                f"{path} line {number} must be a JSON object with kind, step and what else its kind holds, got "
+                f"{start!r}; remove the line"
             )
     return events
 
@@ -101,7 +111,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _parse_event(line: bytes) -> dict[str, Any] | None:
     try:
         event = json.loads(line)
-        return event if isinstance(event["kind"], str) and isinstance(event["step"], int) else None
+        needed = {"step": int, **_NEEDED.get(event["kind"], {})}
+        whole = isinstance(event["kind"], str) and all(isinstance(event[key], kind) for key, kind in needed.items())
+        return event if whole else None
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a request to stop: training ends after the step, with a checkpoint."""
+"""SIGTERM, SIGINT and SIGHUP as a request to stop: training ends after the step, with a checkpoint."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
-        """Record SIGTERM and SIGINT here while the context lasts.
+        """Record SIGTERM, SIGINT and, unless ``nohup`` ignores it, SIGHUP here while the context lasts.
 
         A launcher and a scheduler often signal the same process both, so whatever comes within
         :data:`SAME_SIGNAL_SECONDS` is the same request; a later signal ends the process at once, without a save.
@@ -36,7 +36,11 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        stopping = [signal.SIGTERM, signal.SIGINT]
+        # a lost terminal sends SIGHUP, and torchrun passes it on
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            stopping.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._handle) for number in stopping}
         try:
             yield
         finally:
