@@ -20,7 +20,7 @@ from torch import Tensor
 from tnlm.checkpoints import layouts, weightfiles
 from tnlm.checkpoints.card import model_card
 from tnlm.checkpoints.layouts import Layout, Table, to_published
-from tnlm.checkpoints.local import MANIFEST, Found, is_own_weights, is_run, read_manifest
+from tnlm.checkpoints.local import MANIFEST, MARKER, Found, is_own_weights, is_run, read_manifest
 from tnlm.checkpoints.resolve import find_model, locate
 from tnlm.checkpoints.weightfiles import Stored, count_nonfinite, list_names
 from tnlm.config import ModelConfig
@@ -161,7 +161,7 @@ def _save(
             )
         if is_run(folder):
             raise ValueError(f"{folder} is the folder of a training run, whose config.json would be lost; name another")
-        if (folder / files.MARKER).exists():
+        if (folder / MARKER).exists():
             raise ValueError(f"{folder} is a checkpoint of a training run, which would be lost; name another folder")
         finish_save(folder)
         shutil.rmtree(staging, ignore_errors=True)
