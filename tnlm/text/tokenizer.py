@@ -79,7 +79,7 @@ class Tokenizer:
 
     @cached_property
     def hash(self) -> str:
-        """sha256 of the vocabulary (length and bytes of each token, end-of-text flag): equal hashes give equal ids."""
+        """sha256 of the vocabulary (length and bytes of each token, end-of-text flag). Equal hashes give equal ids."""
         digest = hashlib.sha256()
         for token in self._tokens:
             digest.update(len(token).to_bytes(4, "little") + token)
