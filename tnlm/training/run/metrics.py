@@ -208,6 +208,7 @@ class Speed:
         self._began = time.perf_counter()
 
     def start(self) -> None:
+        """Begin to measure a step."""
         self._began = time.perf_counter()
 
     def stop(self) -> float:
@@ -220,6 +221,7 @@ class Speed:
         return dt
 
     def per_step(self) -> float:
+        """Mean seconds per step."""
         return self.seconds / max(self.steps, 1)
 
 
