@@ -28,8 +28,7 @@ Off = tyro.conf.FlagCreatePairsOff[bool]
 class Run(Command):
     """Train a model, or resume: the same command continues a stopped run.
 
-    Without flags: the nano preset, offline, on a CPU, in about two minutes. Under torchrun every rank runs this. The
-    values in this help are those of nano, or of the preset that is named beside --help.
+    Without flags: the nano preset, offline, on a CPU, in about two minutes. Under torchrun every rank runs this.
 
     $ tnlm-train run
     $ tnlm-train run --mlp swiglu --attention softmax --seed 1
@@ -37,7 +36,9 @@ class Run(Command):
     $ torchrun --standalone --nproc_per_node=8 -m tnlm.training.cli run --preset medium --data fineweb10B
     """
 
-    preset: Annotated[str, tyro.conf.arg(help=f"Where all values start: {', '.join(PRESETS)}.")] = "nano"
+    preset: Annotated[
+        str, tyro.conf.arg(help=f"Source of all defaults; --help shows its values. One of {', '.join(PRESETS)}.")
+    ] = "nano"
     config: Path | None = None
     """A JSON file with any fields of TrainConfig (and model); flags override it."""
     matched: Off = False
@@ -65,6 +66,7 @@ class Run(Command):
         return config.replace(**changes)
 
     def execute(self) -> dict[str, Any] | None:
+        """Train, or estimate what training would cost."""
         config = self.resolve()
         if self.dry_run:
             from tnlm.training.run.cost import estimate, to_text
@@ -81,7 +83,7 @@ class Run(Command):
 def run_command(shown: TrainConfig) -> Any:
     """The command ``run`` for tyro, with a flag for each field; the help shows the values of ``shown`` as defaults."""
     own = {name: value for name, value in vars(shown).items() if name not in ("preset", "model")}
-    aliases = {"mlp": ("--mlp",), "attention": ("--attention",)}
+    aliases = {"mlp": ["--mlp"], "attention": ["--attention"]}
     return dataclasses.make_dataclass(
         "Run",
         [

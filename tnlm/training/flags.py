@@ -15,9 +15,7 @@ from typing import Annotated, Any, TypedDict, get_type_hints
 import tyro
 
 
-def flags_of(
-    kind: type, defaults: Mapping[str, object], *, aliases: Mapping[str, tuple[str, ...]] | None = None
-) -> Any:
+def flags_of(kind: type, defaults: Mapping[str, object], *, aliases: Mapping[str, list[str]] | None = None) -> Any:
     """A type for ``tyro`` whose values are dicts of the flags that were given, by field name.
 
     Args:
@@ -31,7 +29,7 @@ def flags_of(
         hint = tyro.conf.arg(
             help=texts.get(name),
             help_behavior_hint=f"(default: {default})",
-            aliases=aliases.get(name, ()),
+            aliases=aliases.get(name, []),
         )
         fields[name] = Annotated[types[name], tyro.conf.FlagConversionOff, hint]
     return TypedDict("Given", fields, total=False)  # type: ignore[operator]

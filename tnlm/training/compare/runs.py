@@ -88,6 +88,7 @@ class Run:
 
     @property
     def final(self) -> float:
+        """Validation loss at the last step."""
         return float(self.curve_losses[-1])
 
 
@@ -116,6 +117,7 @@ class Arm:
         return [run for run in self.runs if run.steps == horizon]
 
     def finals(self, horizon: int) -> np.ndarray:
+        """Final losses of the runs of one horizon."""
         return np.array([run.final for run in self.cell(horizon)])
 
     def curves(self, horizon: int) -> tuple[np.ndarray, np.ndarray]:
@@ -130,10 +132,12 @@ class Arm:
 
     @property
     def seeds(self) -> int:
+        """Number of different seeds in the arm."""
         return len({run.seed for run in self.runs})
 
     @property
     def seconds_per_step(self) -> float | None:
+        """Median over the runs; None if one did not record it."""
         seconds = [run.seconds_per_step for run in self.runs]
         return float(np.median(seconds)) if None not in seconds else None  # type: ignore[arg-type]
 

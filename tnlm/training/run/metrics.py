@@ -215,6 +215,7 @@ class Speed:
         self._began = time.perf_counter()
 
     def start(self) -> None:
+        """Begin to measure a step."""
         self._began = time.perf_counter()
 
     def stop(self) -> float:
@@ -227,6 +228,7 @@ class Speed:
         return dt
 
     def per_step(self) -> float:
+        """Mean seconds per step."""
         return self.seconds / max(self.steps, 1)
 
 
