@@ -67,11 +67,11 @@ def cp(
 ) -> BilinearTensor:
     """CP decomposition: the layer of ``rank`` hidden units nearest to ``b``, found by alternating least squares.
 
-    The objective ``min |S - sym(sum_r d_r l_r r_r)|`` compares *symmetric* tensors: without ``sym`` a fit to ``S`` would
-    need two terms per unit, and a fit to the tensor that is not symmetrised would depend on the gauge. Approximate, and a local minimum: the best of
-    ``restarts`` is returned, and ``(b - fit).norm()`` says how good it is. Of 36 planted random layers with fewer units
-    than inputs 32 came back within the default restarts; of 12 with as many or more only one did, the others stopped at
-    a relative error of 1e-4 to 3e-2. The bias is kept.
+    The objective ``min |S - sym(sum_r d_r l_r r_r)|`` compares *symmetric* tensors: without ``sym`` a fit to ``S``
+    would need two terms per unit, and a fit to the tensor that is not symmetrised would depend on the gauge.
+    Approximate, and a local minimum: the best of ``restarts`` is returned, and ``(b - fit).norm()`` says how good it
+    is. Of 36 planted random layers with fewer units than inputs 32 came back within the default restarts; of 12 with as
+    many or more only one did, the others stopped at a relative error of 1e-4 to 3e-2. The bias is kept.
 
     Args:
         ridge: Relative Tikhonov term that keeps the factors bounded, as a best fit need not exist.
