@@ -1,4 +1,4 @@
-"""What every analysis asks of its inputs: one wording for each fault."""
+"""Checks of arguments that all analyses share; each raises a ValueError."""
 
 import math
 from numbers import Real
@@ -17,7 +17,7 @@ def check_tensor(
     """Raise ValueError unless ``x`` is a finite tensor of ``shape``.
 
     ``None`` in ``shape`` stands for any size, a leading ``...`` for any number of batch axes. With ``like``, dtype and
-    device must be those of ``like`` too: nothing is promoted or moved in silence.
+    device must be those of ``like`` too, as nothing is converted implicitly.
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; use torch.as_tensor")
@@ -50,7 +50,7 @@ def check_finite(name: str, x: Tensor) -> None:
 
 
 def check_computed(what: str, *results: Tensor) -> None:
-    """Raise ValueError if a result from finite inputs is NaN or infinite: it overflowed on the way."""
+    """Raise ValueError if a result of finite inputs is NaN or infinite, which means that it overflowed."""
     for x in results:
         if not x.is_meta and not bool(torch.isfinite(x).all()):
             count, dtype = int((~torch.isfinite(x)).sum()), str(x.dtype).removeprefix("torch.")
@@ -70,7 +70,7 @@ def check_symmetric(name: str, x: Tensor) -> None:
 
 
 def check_real(name: str, x: Tensor) -> None:
-    """Raise ValueError for complex weights, whose forms have no real spectrum."""
+    """Raise ValueError if ``x`` is complex: a complex symmetric form has no real spectrum."""
     if x.is_complex():
         raise ValueError(
             f"{name} must be real for this analysis, got {x.dtype}: a complex symmetric form has no real spectrum; "

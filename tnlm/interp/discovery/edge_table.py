@@ -1,4 +1,4 @@
-"""Which component reads what which component writes, from the weights alone, against an exact null."""
+"""Connections between components that write and read the residual stream, from the weights, with an exact null."""
 
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -13,7 +13,11 @@ from tnlm.interp.ranking import as_table
 
 
 class Edge(NamedTuple):
-    """``value`` is 1 on average for a random relative orientation; ``z`` counts standard deviations from there."""
+    """Overlap of one writer and one reader.
+
+    ``value`` is 1 on average over random relative orientations, and ``z`` is its distance from 1 in standard
+    deviations.
+    """
 
     writer: str
     reader: str
@@ -39,13 +43,13 @@ def edges(
 
     ``d tr(W R) / (tr W tr R)`` of the writer's Gram ``W`` (MLP: ``G_out``; head: its OV circuits; embedding) and the
     reader's ``R`` (MLP: ``G_in``; head: value, query and key side; unembedding). For a Haar-random relative orientation
-    the mean is exactly 1 and the variance is known, hence ``z``. Exact statements about weights, not about data: no
-    activation is used, norms and the scale of each component drop out.
+    the mean is exactly 1 and the variance is known, which gives ``z``. Exact statements about weights, not about data:
+    no activations are used, and norms and the scale of each component cancel.
 
     Args:
         net: Has ``config``, ``embed``, ``unembed``, ``mlp[l]``, ``attention[l].head(n)``, as `extract` gives.
         distance: Query position minus key position at which patterns are read.
-        metric: What an MLP reader's output counts: every direction alike, or as the logits read it.
+        metric: Weight of the output directions of an MLP that reads: all equal, or as the unembedding reads them.
 
     Returns:
         DataFrame (list of `Edge` without pandas) with columns writer, reader, value, z, strongest first. Heads whose
@@ -73,7 +77,7 @@ def edges(
 
 
 def overlap(writers: Float[Tensor, "n d d"], reader: Float[Tensor, "d d"]) -> tuple[Tensor, Tensor]:
-    """``d tr(W R) / (tr W tr R)`` for each writer Gram, and its z-score under a Haar-random turn of one of the two.
+    """``d tr(W R) / (tr W tr R)`` for each writer Gram, and its z-score under a Haar-random rotation of one.
 
     A Gram that is zero or isotropic has no orientation: z is 0 there (and the value 1 for zero).
     """
@@ -89,7 +93,7 @@ def overlap(writers: Float[Tensor, "n d d"], reader: Float[Tensor, "d d"]) -> tu
 
 
 def alignment(direction: Float[Tensor, "*batch d"], gram: Float[Tensor, "d d"]) -> Float[Tensor, "*batch"]:
-    """``d w^T R w / (|w|**2 tr R)``: what a reader with Gram ``R`` sees of ``w``, a random direction being 1."""
+    """Share of a direction that a reader with Gram ``R`` reads, ``d w^T R w / (|w|**2 tr R)``: 1 for a random one."""
     check_tensor("gram", gram, (None, None))
     check_tensor("direction", direction, (..., gram.shape[0]), gram)
     check_symmetric("gram", gram)
@@ -126,7 +130,7 @@ def _readers(net: Any, distance: int, metric: str) -> Iterator[_Component]:
                 "query": _pattern_gram(head, "q", distance),
                 "key": _pattern_gram(head, "k", distance),
             }
-            # a head with biases reads (1, x): the constant leg is no part of the residual stream
+            # a head with biases reads (1, x): the constant coordinate is not part of the residual stream
             start = head.d_in - net.unembed.shape[1]
             for name, gram in sides.items():
                 yield _Component(f"head {layer}.{n} {name}", 2 * layer, gram[start:, start:])

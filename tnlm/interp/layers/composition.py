@@ -1,4 +1,4 @@
-"""Bilinear layers after one another, as one nested tensor network."""
+"""The composition of bilinear layers as one nested tensor network."""
 
 import itertools
 
@@ -44,7 +44,7 @@ def compose(*layers: BilinearTensor, residual: bool = False) -> Network:
 
 
 def _node(layer: BilinearTensor, x: Network | str, name: str) -> Network:
-    """One layer of what ``x`` names or computes."""
+    """Network of one layer applied to ``x``: a named input, or the network that computes it."""
     inputs = [(x, "batch left"), (x, "batch right")]
     factors = [(layer.w_l, "d_hidden left"), (layer.w_r, "d_hidden right"), (layer.w_d, "d_out d_hidden")]
     return Network([*factors, *inputs], "batch d_out", name=name)

@@ -1,4 +1,4 @@
-"""One attention head as factor matrices: query-key forms, the fourth-order pattern tensor, output-value circuits."""
+"""One attention head as factor matrices: query-key forms, pattern tensor of fourth order, output-value circuits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,9 +34,9 @@ class TokenScore(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BilinearHead:
-    """A head with pattern ``(q1 . k1 / a)(q2 . k2 / a)`` (``a = d_qk``, no row normalisation) as factors.
+    """The factor matrices of a head with pattern ``(q1 . k1 / a)(q2 . k2 / a)``, ``a = d_qk``, rows not normalised.
 
-    Rotary positions enter through ``distance`` = query position - key position alone. Exact for a head without QK norm
+    Rotary positions matter only through ``distance`` = query position - key position. Exact for a head without QK norm
     and for ideal (not bfloat16-rounded) tables; with ``qk_norm`` every form is exact given the norms of a run, and
     `token_scores` is exact outright. With query or key biases pass maps of ``(1, x)``.
 
@@ -109,12 +109,12 @@ class BilinearHead:
         return self.attention not in _NO_TENSOR
 
     def qk(self, branch: int = 1, distance: int = 0) -> LowRank:
-        """``W`` with ``score = x_query^T W x_key``: rank ``d_qk``, scale ``1 / d_qk`` included. Not symmetric."""
+        """The matrix ``W`` in ``score = x_query^T W x_key``: rank ``d_qk``, scale ``1 / d_qk`` included."""
         q, k = self._branch(branch)
         return LowRank(q.mT, self._turn(k, -distance) / self.d_qk)
 
     def ov(self, source: Literal["layer", "first"] = "layer") -> LowRank:
-        """Map from a normed input to the residual: of this layer's input, or of layer 0's (the value residual)."""
+        """Output-value map, from the normed input of this layer or of layer 0 (value residual) to the residual."""
         check_choice("source", source, ("layer", "first"))
         if source == "layer":
             return LowRank(self.o * (1 - self.value_mix), self.v)
@@ -123,7 +123,7 @@ class BilinearHead:
         return LowRank(self.o * self.value_mix, self.v0)
 
     def pattern_tensor(self, distance: int = 0, max_bytes: int = 2**30) -> Inexact[Tensor, "d_in d_in d_in d_in"]:
-        """Dense ``A[i, j, k, l]`` with ``pattern = A x_q x_q x_k x_k``, symmetric in ``i, j`` and in ``k, l``.
+        """The dense tensor ``A[i, j, k, l]`` in ``pattern = A x_q x_q x_k x_k``, symmetric in ``i, j`` and in ``k, l``.
 
         Raises:
             ValueError: The pattern is not polynomial, or ``d_in**4`` numbers are more than ``max_bytes``.
@@ -161,7 +161,7 @@ class BilinearHead:
         return (straight + crossed + queries + keys) / 4
 
     def read_gram(self, side: Literal["q", "k"] = "q", distance: int = 0) -> Inexact[Tensor, "d_in d_in"]:
-        """What the pattern reads on its query (key) side: ``sum_jkl A[i,j,k,l] conj(A[m,j,k,l])``, Hermitian.
+        """Gram matrix of the query (or key) side of the pattern: ``sum_jkl A[i,j,k,l] conj(A[m,j,k,l])``, Hermitian.
 
         Its trace is ``norm**2``. The factor in the middle is ``(2 d_qk, 2 d_qk)``; ``O(d_in**2 d_qk)`` in all.
         """
@@ -191,8 +191,8 @@ class BilinearHead:
     ) -> Any:
         """Top keys of every query token by pattern value, when the head reads ``x[token]`` (its layer's normed input).
 
-        At layer 0 ``x`` is the normed embedding and the values are those of the model, QK norm included: the exact
-        fold. Elsewhere it is what the head would do on bare tokens. Blockwise; ``4 V**2 d_qk`` flop.
+        At layer 0 ``x`` is the normed embedding and the values are exactly those of the model, QK norm included. In
+        later layers they are what the head would do if it read the embedding alone. Blockwise; ``4 V**2 d_qk`` flop.
 
         Args:
             tokens: Ids that may appear, all rows of ``x`` by default; leave padding rows out here.
@@ -226,11 +226,11 @@ class BilinearHead:
         return self._turn(y, position).mT
 
     def fix_gauge(self) -> "BilinearHead":
-        """The same head with canonical factors: heads that differ by a gauge alone become equal numbers.
+        """The same head with canonical factors: heads that differ by a gauge alone get equal factors.
 
-        Free and fixed here: a rotation of every rotary pair of a branch; without QK norm also its scale and the scale
-        between the branches; one sign shared by both branches; their order; any invertible change of the head's value
-        space. The order and sign need a generic head (no ties).
+        The gauge that is fixed: a rotation of every rotary pair of a branch; without QK norm also its scale and the
+        scale between the branches; one sign shared by both branches; their order; any invertible change of the head's
+        value space. The order and sign need a generic head (no ties).
         """
         branches = [self._aligned(*self._branch(n)) for n in ((1, 2) if self.q2 is not None else (1,))]
         if len(branches) == 2 and not self.qk_norm:
@@ -250,7 +250,7 @@ class BilinearHead:
         return replace(self, q1=q1, k1=k1, q2=q2, k2=k2, v=v, v0=v0[0] if v0 else None, o=u)
 
     def _aligned(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn every pair so that its two query rows are orthogonal, the longer first; balance it against the keys."""
+        """Rotate every pair so that its query rows are orthogonal, the longer first; balance queries and keys."""
         a, b = q.chunk(2)
         angle = torch.atan2(2 * (a * b).sum(1), a.square().sum(1) - b.square().sum(1)) / 2
         q, k = (_rotate(w, angle.cos(), angle.sin()) for w in (q, k))

@@ -1,4 +1,4 @@
-"""A matrix kept as two thin factors."""
+"""A matrix of low rank, kept as its two thin factors."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

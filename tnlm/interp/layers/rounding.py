@@ -1,4 +1,4 @@
-"""How far rounding can take what is computed from a layer from its exact value: bounds known beforehand.
+"""A priori bounds on the rounding errors of forms, norms and eigenvalues that are computed from a layer.
 
 A sum of ``n`` products in a dtype of unit roundoff ``e`` is off by at most ``gamma(n) = n e / (1 - n e)`` times the sum
 of their absolute values, in any order of summation (Higham 2002, section 3.1); lengths of nested sums add up.
@@ -19,8 +19,8 @@ def gamma(n: int, dtype: torch.dtype) -> float:
 def form_size(b: BilinearTensor, rows: Tensor) -> Tensor:
     """``sum_oh |u_o w_d[o, h]| |w_l[h]| |w_r[h]|`` of every row ``u (n, d_out)``, in float64.
 
-    At least what the absolute values of all products in a form, in its trace and in the root of its squared norm sum
-    to, by Cauchy and Schwarz: the scale that their errors are relative to.
+    By Cauchy and Schwarz an upper bound on the sum of the absolute values of all products in a form, in its trace and
+    in the root of its squared norm: the scale that their errors are relative to.
     """
     w_l, w_r, w_d, rows = (t.detach().double() for t in (b.w_l, b.w_r, b.w_d, rows))
     return rows.abs() @ (w_d.abs() @ (w_l.norm(dim=1) * w_r.norm(dim=1)))
@@ -39,18 +39,18 @@ def squared_norm_error(b: BilinearTensor, rows: Tensor, dtype: torch.dtype) -> T
 def diagonalised_error(b: BilinearTensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Bound on the error of every eigenvalue of a form that is formed and diagonalised in ``dtype``.
 
-    That of the form (Weyl), and the backward error of a symmetric eigensolver, ``d_in`` roundings of the norm.
+    The error of the form (Weyl) plus the backward error of a symmetric eigensolver, ``d_in`` roundings of the norm.
     """
     return form_error(b, rows, dtype) + gamma(b.d_in, dtype) * form_size(b, rows)
 
 
 def round_down(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The float64 ``x`` in ``dtype``, below it or equal; gradients are those of the conversion."""
+    """The float64 ``x`` rounded down to ``dtype``; gradients are those of the conversion."""
     narrow = x.to(dtype)
     below = torch.nextafter(narrow.detach(), torch.full_like(narrow, -torch.inf))
     return narrow + torch.where(narrow.detach().double() > x.detach(), below - narrow.detach(), 0)
 
 
 def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The float64 ``x`` in ``dtype``, above it or equal."""
+    """The float64 ``x`` rounded up to ``dtype``."""
     return -round_down(-x, dtype)

@@ -1,4 +1,4 @@
-"""How alike two layers, stacks of layers or heads are as functions, and what chance alone would give."""
+"""Similarity of two layers, stacks of layers or heads as functions, and its distribution under chance."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -107,9 +107,11 @@ def similarity(
 
 
 def match_heads(a: Sequence[BilinearHead], b: Sequence[BilinearHead], distances: Sequence[int] = (0,)) -> HeadMatch:
-    """Pair the heads of two layers by function: cosine of pattern tensors over ``distances`` times that of OV circuits.
+    """Pair the heads of two layers by the similarity of what they compute.
 
-    Gauge free and exact (for heads with QK norm: given the norms). Assignment by the Hungarian method.
+    Similarity of two heads is the cosine of ``sum_distances <A, A'>`` times ``<OV, OV'>``, of pattern tensors and
+    output-value circuits. It does not depend on the gauge, and is exact (for heads with QK norm: given the norms).
+    Assignment by the Hungarian method.
     """
     if not a or not b or not distances:
         raise ValueError(f"needs heads and distances, got {len(a)} and {len(b)} heads, {len(distances)} distances")
@@ -143,7 +145,7 @@ def haar_null(a: BilinearTensor, b: BilinearTensor) -> HaarNull:
     traces = [layer.traces().double() for layer in (a, b)]
     mean = traces[0] @ traces[1] / d
     grams = [layer.gram("out").double() - torch.outer(m, m) / d for layer, m in zip((a, b), traces)]
-    # in one dimension there is nothing to turn, and both traceless parts are zero
+    # in one dimension there is no rotation, and both traceless parts are zero
     variance = 2 * (grams[0] * grams[1]).sum() / (max(d - 1, 1) * (d + 2))
     return HaarNull(mean, variance, (value - mean) / variance.sqrt())
 
@@ -172,7 +174,7 @@ def _per_layer(a: Map, b: Map, kind: Kind, residual: bool) -> Similarity:
 
 
 def _cosine(ab: Tensor, aa: Tensor, bb: Tensor) -> Similarity:
-    """Roots are taken before the product, which would overflow first."""
+    """Cosine from three inner products; the roots are taken first, as the product of the norms may overflow."""
     if float(aa) <= 0 or float(bb) <= 0:
         raise ValueError("a map that is zero has no similarity to anything")
     value = ab.real / aa.real.sqrt() / bb.real.sqrt()

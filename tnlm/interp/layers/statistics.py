@@ -1,4 +1,4 @@
-"""Moments of a bilinear layer over isotropic and Gaussian inputs, and certified bounds with their witnesses."""
+"""Mean and covariance of a bilinear layer over random inputs, and certified bounds of its outputs."""
 
 from typing import Literal, NamedTuple
 
@@ -100,8 +100,8 @@ def bounds(
 ) -> Bounds:
     """Range of ``u . f(x)`` over ``|x|**2 = radius2`` (or ``<=``, the ball), with inputs that attain both ends.
 
-    Computed in float64 and rounded outwards, by a bound on the rounding (docs/mathematics.md): the exact range lies
-    within ``low`` and ``high``, and is as wide up to that rounding.
+    Computed in float64 and rounded outwards by a bound on the rounding (docs/mathematics.md): the exact range lies
+    between ``low`` and ``high``, and is equally wide up to that rounding.
 
     Args:
         radius2: ``d_in`` by default, the squared length of an RMS-normed input. With a norm's eps > 0 inputs lie in
@@ -142,7 +142,7 @@ def trace_bounds(
     trace_error: Float[Tensor, "*batch"] | None = None,
     squares_error: Float[Tensor, "*batch"] | None = None,
 ) -> TraceBounds:
-    """Brackets of both extreme eigenvalues of a symmetric ``(d, d)`` matrix from its trace and Frobenius norm alone.
+    """Bounds on both extreme eigenvalues of a symmetric ``(d, d)`` matrix, from its trace and Frobenius norm alone.
 
     Without rounding they are attained when all eigenvalues but one are equal. Computed in float64 and rounded outwards.
 
@@ -170,7 +170,7 @@ def trace_bounds(
     variance = squares / d - mean.square()
     error = squares_error / d + (2 * mean.abs() + mean_error) * mean_error
     error = error + gamma(8, torch.float64) * (squares / d + mean.square())
-    # The ends may be further out by the largest spread, and no nearer than the smallest
+    # the outer bounds take the largest possible spread, the inner ones the smallest
     wide = ((variance + error).clamp_min(0) * (d - 1)).sqrt() * (1 + gamma(8, torch.float64)) + mean_error
     narrow = ((variance - error).clamp_min(0) / (d - 1)).sqrt() * (1 - gamma(8, torch.float64)) - mean_error
     return TraceBounds(
@@ -184,10 +184,11 @@ def trace_bounds(
 def jacobian_kernel(
     b: BilinearTensor, second_moment: Float[Tensor, "d_in d_in"] | None = None
 ) -> Float[Tensor, "d_in d_in"]:
-    """``K = 4 G_in``: the Jacobians at two inputs have inner product ``<J(x), J(y)> == x^T K y``.
+    """The matrix ``K = 4 G_in``, by which Jacobians at two inputs have the inner product ``<J(x), J(y)> == x^T K y``.
 
-    With ``second_moment = E[x x^T]`` of some data it is instead the expected ``E[J(x)^T J(x)]``, exactly; show it next
-    to the data-free kernel, which is not blind off the data. About eight ``d_hidden**2 d_in`` products.
+    With ``second_moment = E[x x^T]`` of some data it is instead the expectation ``E[J(x)^T J(x)]``, exactly. Show it
+    next to the kernel without data, which also covers directions that the data does not reach. About eight
+    ``d_hidden**2 d_in`` products.
     """
     check_layer(b)
     if second_moment is None:

@@ -1,4 +1,4 @@
-"""Interventions on a running model, edited copies of it, and what either costs on held-out text."""
+"""Ablations of a running model, edited copies of it, and the change of cross-entropy that either causes."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from tnlm.text.evaluate import token_losses
 from tnlm.transformer import Transformer
 
 Edits = Mapping[str, Callable[[Tensor], Tensor]]
-"""What passes through each named point, see :func:`tnlm.points.intervene`."""
+"""By named point, the function that edits its value; see :func:`tnlm.points.intervene`."""
 What = str | tuple[str, int]
 """A named point, or one head of it: ``("blocks.1.attn.hook_z", 3)``."""
 How = Literal["zero", "mean", "resample"]
@@ -90,6 +90,7 @@ def ablation_edits(
 def _replacements(
     model: Transformer, tokens: Tensor, names: list[str], how: How, reference: Tensor | None, seed: int
 ) -> dict[str, Tensor]:
+    """Values by point that an ablation puts in place; empty for zeros, after a check that the points exist."""
     if how == "zero":
         with intervene(model, {name: lambda x: x for name in names}):
             return {}
@@ -113,11 +114,12 @@ def _replacements(
 
 
 def _seq_axis(name: str) -> bool:
-    """Patterns are averaged over rows only: their positions are what they are about."""
+    """Whether axis 1 is the position; patterns have heads there and are averaged over rows only, not positions."""
     return name.rpartition(".")[2] not in _HEADS_FIRST
 
 
 def _replace(name: str, value: Tensor | None, heads: list[int] | None) -> Callable[[Tensor], Tensor]:
+    """Edit that puts ``value`` (zero for None) in place of a point, or of some heads of it."""
     axis = 2 if _seq_axis(name) else 1
 
     def edit(x: Tensor) -> Tensor:
@@ -156,7 +158,7 @@ def delta_ce(
     batch_size: int = 8,
     progress: bool = False,
 ) -> DeltaCE:
-    """What an edit costs: cross-entropy of the edited minus that of the model, paired by sequence.
+    """Change of the cross-entropy on held-out text by an edit, paired by sequence.
 
     Args:
         edited: An edited copy (:func:`with_mlp`), or edits at named points (:func:`ablation_edits`).
@@ -200,8 +202,8 @@ def delta_ce(
 def with_mlp(model: Transformer, layers: Mapping[int, BilinearTensor]) -> Transformer:
     """A copy whose MLPs at ``layers`` are replaced; every other parameter is shared with the original, not copied.
 
-    For rank truncations (:func:`hosvd`, :func:`truncate`), CP replacements (:func:`cp`) and edits by one
-    eigen-component (:func:`remove`): whatever is a :class:`BilinearTensor` of the layer's widths.
+    Takes any :class:`BilinearTensor` of the layer's widths, such as rank truncations (:func:`hosvd`, :func:`truncate`),
+    CP replacements (:func:`cp`) and edits by one eigen-component (:func:`remove`).
 
     Raises:
         ValueError: No such layer, or widths that do not fit.

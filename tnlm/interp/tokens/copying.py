@@ -1,4 +1,4 @@
-"""How an attention-only model copies, read off its weights: tables over tokens, with the exact null of each score."""
+"""Copying in attention-only models, from the weights: tables over pairs of tokens, and scores with an exact null."""
 
 from typing import NamedTuple
 
@@ -12,18 +12,18 @@ from tnlm.interp.layers.heads import BilinearHead
 
 
 class Match(NamedTuple):
-    """Does row ``t`` of a table prefer column ``t``?"""
+    """Score of how far the diagonal of a table stands out: entries of a token with itself."""
 
     value: float
     """Mean of the diagonal."""
     null: float
-    """Mean of the whole table: what the diagonal's mean is on average when the columns are permuted."""
+    """Mean of the whole table, which is the mean of the diagonal averaged over all permutations of the columns."""
     z: float
-    """Standard deviations of that null between the two; at most ``n - 1``, which a multiple of the identity has."""
+    """``value - null`` in standard deviations over permutations; at most ``n - 1``, reached by the identity."""
 
 
 def match(table: Float[Tensor, "n n"]) -> Match:
-    """The diagonal of a table of token pairs against all permutations of its columns, mean and variance exact.
+    """Score of the diagonal of a table of token pairs against all permutations of its columns, exact.
 
     ``sum_i table[i, p(i)]`` over uniform permutations ``p`` has variance ``sum d**2 / (n - 1)``, ``d`` the table
     centred by rows and columns. A table without structure (``d = 0``) has z = 0.
@@ -82,7 +82,7 @@ def copy_table(
 
 
 def follower_entries(tokens: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq seq"]:
-    """Entries ``[query, key]`` of a pattern whose key follows a token equal to the query's: what induction uses."""
+    """Mask of the entries ``[query, key]`` whose key follows a token equal to the query's, as induction needs."""
     if tokens.ndim != 2 or tokens.dtype.is_floating_point:
         raise ValueError(f"tokens must be ids (batch, seq), got shape {tuple(tokens.shape)} of {tokens.dtype}")
     follows = torch.zeros(*tokens.shape, tokens.shape[1], dtype=torch.bool, device=tokens.device)
@@ -91,7 +91,7 @@ def follower_entries(tokens: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch se
 
 
 def equal_part(entries: Bool[Tensor, "batch seq seq"], seed: int = 0) -> Bool[Tensor, "batch seq seq"]:
-    """In every row as many entries as given, drawn at random from the other causal ones: the control of an ablation.
+    """Random control for an ablation: in every row as many other causal entries as ``entries`` has.
 
     Raises:
         ValueError: Entries in the future, or a row that has fewer others than entries.
@@ -112,7 +112,7 @@ def equal_part(entries: Bool[Tensor, "batch seq seq"], seed: int = 0) -> Bool[Te
 
 
 def cycle_votes(net: Extracted, period: int, position: int, *, clock: bool = True) -> Float[Tensor, " period"]:
-    """What two layers of attention do on ``a b c a b c ...``, as the weights say on average over tokens.
+    """Logits of two attention layers on ``a b c a b c ...``, predicted from the weights as averages over tokens.
 
     ``votes[r]`` is the logit that layer 1 adds at ``position`` to the token ``r`` steps back, above other tokens: its
     mean pattern, summed over the keys that hold that token, times what it copies (:func:`copy_table`). ``r = 0`` is the
@@ -155,7 +155,7 @@ def cycle_votes(net: Extracted, period: int, position: int, *, clock: bool = Tru
         table = pattern_table(second, x + moved[position] * written, x + moved[key] * written, distance)
         votes[distance % period] += table[off].mean() if distance % period else table.diagonal().mean()
     copied = match(copy_table(net, 1, 0, net.x0)[: len(x), : len(x)])
-    # the null counts the diagonal in: other tokens alone are n / (n - 1) times as far from it
+    # the null includes the diagonal: the mean over other tokens alone is n / (n - 1) times as far from it
     return votes * (copied.value - copied.null) * len(x) / (len(x) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Where in text a form is largest, beside how large the weights allow it to be."""
+"""Places in text where a layer's output along a direction is largest, beside the bounds from the weights."""
 
 import math
 from typing import NamedTuple
@@ -25,13 +25,13 @@ class Example(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """Most activating places, and the certified range of the form on the layer's inputs."""
+    """Places with the largest and smallest values, and the certified range over all inputs of the layer."""
 
     high: list[Example]
     low: list[Example]
     bounds: Bounds
     usage: tuple[float, float]
-    """Largest value seen over the largest possible, and the same at the bottom: small where text never goes."""
+    """Largest value in the text over the largest possible one, and the same for the smallest."""
 
 
 @torch.no_grad()

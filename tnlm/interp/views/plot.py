@@ -93,7 +93,7 @@ def attention(
     heads: Sequence[int] | None = None,
     title: str = "Signed attention pattern",
 ) -> go.Figure:
-    """Small multiples, one row per head: score factors, pattern, what each key moves; masked entries are blank.
+    """Heatmaps in one row per head: score factors, pattern, pattern times value norms; masked entries are blank.
 
     Args:
         pattern: (n_head, seq_q, seq_k), signed.
@@ -274,7 +274,7 @@ def _signs(v: np.ndarray) -> list[str]:
 
 
 def _unique(labels: Sequence[str]) -> list[str]:
-    """Equal category names would share one place: later ones get invisible marks."""
+    """Labels made different by invisible marks, as plotly draws equal category names at one place."""
     seen: dict[str, int] = {}
     out = []
     for label in labels:

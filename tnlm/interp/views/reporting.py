@@ -1,5 +1,6 @@
 """One self-contained HTML report of a model, from its weights and a little text."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ def add_sections(
     top: int = 8,
     progress: bool = True,
 ) -> None:
-    """The sections of :func:`report` on a page that exists."""
+    """Add the sections of :func:`report` to a page."""
     if tokens.ndim != 2 or tokens.shape[1] < 2 or not len(tokens):
         raise ValueError(f"tokens must be (rows, seq + 1), got shape {tuple(tokens.shape)}")
     for part in (tokens[:, :-1], tokens[:, 1:]):
@@ -91,27 +92,29 @@ def add_sections(
         step(page, study)
 
 
+@dataclass(frozen=True, eq=False)
 class _Study:
-    """What every section reads."""
+    """Inputs that all sections of a report share."""
 
-    def __init__(
-        self,
-        net: Extracted,
-        tokens: Tensor,
-        prompt: Tensor,
-        target: int,
-        names: list[str],
-        tokenizer: "Tokenizer | None",
-        top: int,
-    ) -> None:
-        self.net, self.tokens, self.prompt, self.target = net, tokens, prompt, target
-        self.names, self.tokenizer, self.top = names, tokenizer, top
-        config = net.config
-        self.tensor_mlp = config.mlp_is_form
-        self.tensor_attention = config.attention in POLYNOMIAL_ATTENTIONS and config.attention != "none"
+    net: Extracted
+    tokens: Tensor
+    prompt: Tensor
+    target: int
+    names: list[str]
+    """Text of every token of the vocabulary that text can contain."""
+    tokenizer: "Tokenizer | None"
+    top: int
+
+    @property
+    def tensor_mlp(self) -> bool:
+        return self.net.config.mlp_is_form
+
+    @property
+    def tensor_attention(self) -> bool:
+        return self.net.config.attention in POLYNOMIAL_ATTENTIONS and self.net.config.attention != "none"
 
     def direction(self) -> Tensor:
-        """The target's unembedding row less the vocabulary's mean, which softmax ignores."""
+        """The target's unembedding row minus the mean over the vocabulary, which softmax does not see."""
         used = self.net.unembed[: len(self.net.tokens)]
         return used[self.target] - used.mean(0)
 
@@ -158,12 +161,12 @@ def _spectra(page: Page, study: _Study) -> None:
         page.text(f"A {net.config.mlp} MLP has no tensor, so no spectrum.")
         return
     u = study.direction()
-    spectra: list[Eig] = [eig(net.mlp[l], net.write_factors[l] * u) for l in range(net.n_layer)]
+    spectra: list[Eig] = [eig(net.mlp[layer], net.write_factors[layer] * u) for layer in range(net.n_layer)]
     size = min(64, net.config.d_model)
-    curves = {f"layer {l}": (range(size), s.values.abs()[:size].tolist()) for l, s in enumerate(spectra)}
+    curves = {f"layer {n}": (range(size), s.values.abs()[:size].tolist()) for n, s in enumerate(spectra)}
     title = f"Eigenvalues for the token {name!r}, by magnitude"
     page.figure(plot.lines(curves, title=title, x="rank", y="|eigenvalue|", subtitle="exact: of the weights"))
-    strongest = max(range(net.n_layer), key=lambda l: float(spectra[l].values.abs().max()))
+    strongest = max(range(net.n_layer), key=lambda layer: float(spectra[layer].values.abs().max()))
     pairs = spectra[strongest]
     page.text(
         f"Layer {strongest} holds the largest eigenvalue. Its leading eigenvectors, by the tokens of the text "
@@ -181,24 +184,24 @@ def _heads(page: Page, study: _Study) -> None:
         return
     page.heading("Heads")
     rows: list[tuple[object, ...]] = []
-    for l in range(net.n_layer):
+    for layer in range(net.n_layer):
         for n in range(net.config.n_head):
-            head = net.attention[l].head(n)
+            head = net.attention[layer].head(n)
             norms = (float(head.norm(0)), float(head.norm(1))) if study.tensor_attention else ("", "")
-            found = path_table(net, l, n, 1, by="all", which="abs")
+            found = path_table(net, layer, n, 1, by="all", which="abs")
             moved = [Pair(*row) for row in (found.itertuples(index=False) if hasattr(found, "itertuples") else found)]
             pair = f"{study.names[int(moved[0].source)]!r} to {study.names[int(moved[0].target)]!r}" if moved else ""
-            rows.append((f"L{l}.H{n}", *norms, float(head.ov("layer").norm()), pair))
+            rows.append((f"L{layer}.H{n}", *norms, float(head.ov("layer").norm()), pair))
     note = "its output-value circuit on bare tokens"
     header = ["head", "pattern norm, distance 0", "distance 1", "output-value norm", f"strongest pair of {note}"]
     page.table(header, rows)
     if len(study.prompt) <= _SHOWN_SEQ:
-        layer, suffixes = net.n_layer - 1, ("", "2")[: net.config.n_qk]
-        points = [f"blocks.{layer}.attn.hook_attn_scores{s}" for s in suffixes]
-        points.append(f"blocks.{layer}.attn.hook_pattern")
+        last, suffixes = net.n_layer - 1, ("", "2")[: net.config.n_qk]
+        points = [f"blocks.{last}.attn.hook_attn_scores{s}" for s in suffixes]
+        points.append(f"blocks.{last}.attn.hook_pattern")
         run = record(net.model, study.prompt[None], points)
         labels = [study.names[int(t)] for t in study.prompt]
-        title = f"Layer {layer} on the prompt"
+        title = f"Layer {last} on the prompt"
         page.figure(plot.attention(run[points[-1]][0], [run[p][0] for p in points[:-1]], labels=labels, title=title))
 
 
