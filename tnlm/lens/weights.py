@@ -21,7 +21,7 @@ from tnlm.transformer import Block, Embedding, Unembedding
 
 
 class LensAttention(Attention):
-    """Weights per head, ``(n_head, d_model, d)``: views."""
+    """Weights per head as views ``(n_head, d_model, d)``; None for the second pair of a kind with one."""
 
     W_Q = property(lambda self: self._into_heads(self.w_q1))
     W_K = property(lambda self: self._into_heads(self.w_k1))
@@ -30,8 +30,8 @@ class LensAttention(Attention):
     W_V = property(lambda self: self._into_heads(self.w_v))
     W_O = property(lambda self: rearrange(self.w_o, "m (h d) -> h d m", h=self.n_head))
 
-    def _into_heads(self, w: Tensor) -> Tensor:
-        return rearrange(w, "(h d) m -> h m d", h=self.n_head)
+    def _into_heads(self, w: Tensor | None) -> Tensor | None:
+        return None if w is None else rearrange(w, "(h d) m -> h m d", h=self.n_head)
 
 
 class LensMLP(MLP):
