@@ -9,14 +9,14 @@ from typing import Any
 def attach(
     package: str, homes: Mapping[str, Sequence[str]], submodules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions ``__getattr__`` and ``__dir__`` of ``package``: a name is imported when it is asked for.
+    """Functions ``__getattr__`` and ``__dir__`` for ``package``, which import a public name when it is first used.
 
-    Type checkers do not read ``homes``: the package repeats it as imports under ``TYPE_CHECKING``, and hides the two
-    functions from them, so that a misspelt name is an error. ``tests/test_typing.py`` compares the two lists.
+    Type checkers cannot read ``homes``: the package repeats it as imports under ``TYPE_CHECKING``, and defines the two
+    functions only outside of it, so that a misspelt name is an error. ``tests/test_typing.py`` compares the two lists.
 
     Args:
-        homes: Module, by its full name: the public names that it defines.
-        submodules: Modules of the package that need no import statement of their own.
+        homes: Full name of a module: the public names that it defines.
+        submodules: Modules of the package that are imported when they are first used.
     """
     module_of = {name: module for module, names in homes.items() for name in names}
 

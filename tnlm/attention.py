@@ -149,7 +149,7 @@ class Attention(nn.Module):
         if isinstance(cache, LayerState):
             if self.pattern_wanted:
                 raise ValueError(
-                    "a recurrent state forms no pattern, but a hook listens to scores or pattern; "
+                    "a recurrent state forms no pattern, but a point of scores or pattern has a hook; "
                     'use the key-value cache ("kv") or none'
                 )
             z = cache.answer(qk, v)
@@ -189,7 +189,7 @@ class Attention(nn.Module):
         return first - self.bilinear_lamb.to(v.dtype) * second
 
     def network(self, seq: int, *, v_first: bool = False) -> Network:
-        """``attn(x)`` at positions ``0..seq`` as named tensors, with one node for each of q, k (per branch) and v.
+        """``attn(x)`` at positions ``0..seq`` as a network, with one node for each of q, k (of each pair) and v.
 
         Exact; with QK-norm exact given the norms of this run. Inputs: ``x``, ``(batch, seq, d_model)``, with QK biases
         or a value residual ``(batch, seq, 1 + d_model)``: the constant 1 in front, as :func:`tnlm.explicit.augment`

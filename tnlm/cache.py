@@ -1,4 +1,4 @@
-"""What generation keeps between forwards: keys and values, or a state that sums over them, for every layer."""
+"""Caches for generation: per layer the keys and values of past positions, or one state that sums over them."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ from tnlm.kernels.precision import accumulation_dtype
 F = TypeVar("F", bound=Callable[..., Any])
 
 RECURRENT_ATTENTIONS = ("bilinear", "squared")
-"""Kinds whose past is a sum over positions, and so fits a state of constant size."""
+"""Attention kinds whose past is a sum over positions and can be kept in a state of constant size."""
 
 
 class LayerCache:
@@ -33,16 +33,16 @@ class LayerCache:
         self._written = [0]  # positions of the storage that hold something; of all copies that share it
 
     def fork(self) -> "LayerCache":
-        """An independent continuation that shares the past."""
+        """A copy with the same past that can be extended alone; storage is shared until it would be overwritten."""
         return copy.copy(self)
 
     def extend(
         self, keys: list[Tensor], values: Shaped[Tensor, "batch new n_head d_head"]
     ) -> tuple[list[Tensor], Shaped[Tensor, "batch length n_head d_head"]]:
-        """Append along ``seq``; all keys and values held by then, as views of the storage.
+        """Append along ``seq``; returns all keys and values, old and new, as views of the storage.
 
         Raises:
-            ValueError: Another number of tensors, batch, sizes, dtype or device than what is held.
+            ValueError: The number of tensors, batch, sizes, dtype or device differ from those of the past.
         """
         new = [*keys, values]
         storage = self._storage or [t[:, :0] for t in new]
@@ -73,7 +73,7 @@ class LayerState:
         self._like: list[Tensor] = []
 
     def fork(self) -> "LayerState":
-        """An independent continuation that shares the past."""
+        """A copy with the same past that can be extended alone."""
         other = copy.copy(self)
         other._state = None if self._state is None else self._state.fork()
         return other
@@ -81,10 +81,10 @@ class LayerState:
     def answer(
         self, qk: list[Tensor], v: Shaped[Tensor, "batch new n_head d_head"]
     ) -> Shaped[Tensor, "batch new n_head d_head"]:
-        """Append the new keys and values, then answer the new queries, each over the past and the new up to its own.
+        """Append new keys and values; returns attention's output for the new queries, each over all keys up to its own.
 
         Raises:
-            ValueError: Another number of tensors, batch, sizes, dtype or device than what is held.
+            ValueError: The number of tensors, batch, sizes, dtype or device differ from those of the past.
         """
         new = [*qk, v]
         if self._state is None:
@@ -97,12 +97,13 @@ class LayerState:
 
 
 class Cache:
-    """One :class:`LayerCache`, or with ``recurrent`` one :class:`LayerState`, per block; ``length`` positions seen.
+    """The past of a whole model: one :class:`LayerCache` per block, or with ``recurrent`` one :class:`LayerState`.
 
-    A forward that fails, or is interrupted, leaves it as it was: see :func:`all_or_nothing`.
+    ``length`` is the number of positions seen. A forward that fails or is interrupted leaves the cache unchanged, see
+    :func:`all_or_nothing`.
 
     Args:
-        config: Of the model that fills and reads it; models with another one are refused.
+        config: Config of the model that fills and reads it; a model with another one is refused.
 
     Raises:
         ValueError: ``recurrent`` with an attention kind that has no such state.
@@ -116,7 +117,7 @@ class Cache:
         if recurrent and config.attention not in RECURRENT_ATTENTIONS:
             raise ValueError(
                 f"a recurrent state needs attention in {RECURRENT_ATTENTIONS}, got {config.attention!r}: "
-                'a row-wise normaliser is no sum over keys; use the key-value cache ("kv")'
+                'the other kinds normalise each row, which is no sum over keys; use the key-value cache ("kv")'
             )
         self.config = config
         if recurrent:
@@ -126,16 +127,17 @@ class Cache:
         self.length = 0
 
     def fork(self) -> "Cache":
-        """An independent continuation that shares the past."""
+        """A copy with the same past that can be extended alone."""
         other = copy.copy(self)
         other.layers = [layer.fork() for layer in self.layers]
         return other
 
     def adopt(self, trial: "Cache") -> None:
-        """Take over what a fork was extended by."""
-        vars(self).update(vars(trial))  # one step: no signal falls between the layers and the length
+        """Take over the positions that a fork was extended by. Forks made before this cannot be adopted afterwards."""
+        vars(self).update(vars(trial))  # one operation, so that a signal cannot come between the layers and the length
 
     def advance(self, new: int) -> None:
+        """Count ``new`` more positions."""
         self.length += new
 
     def claim(self, config: ModelConfig, embedding: Tensor) -> None:
@@ -161,7 +163,7 @@ class Cache:
 
 
 def all_or_nothing(forward: F) -> F:
-    """A method of a model that extends ``cache`` when it returns; when it raises, the cache stays as it was."""
+    """Decorator of a model's method: it extends ``cache`` when it returns, and leaves it unchanged when it raises."""
 
     @functools.wraps(forward)
     def run(model: Any, *args: Any, cache: Cache | None = None, **options: Any) -> Any:
@@ -177,10 +179,10 @@ def all_or_nothing(forward: F) -> F:
 
 
 def check_alike(held: Iterable[Tensor], new: Iterable[Tensor]) -> None:
-    """Refuse tensors ``(batch, seq, n_head, d)`` that cannot be appended to those held.
+    """Raise if tensors ``(batch, seq, n_head, d)`` cannot be appended to those held.
 
     Raises:
-        ValueError: Another number of them, or one of another batch, n_head, d, dtype or device.
+        ValueError: Their number, or batch, n_head, d, dtype or device of one, is another.
     """
     said = [
         ", ".join(f"({t.shape[0]}, seq, {t.shape[2]}, {t.shape[3]}) {t.dtype} {t.device}" for t in tensors)
@@ -194,7 +196,7 @@ def check_alike(held: Iterable[Tensor], new: Iterable[Tensor]) -> None:
 
 
 def state_numbers(config: ModelConfig) -> int:
-    """Numbers in the state of one layer: per head, ``d_qk**2 d_head``; squared needs ``d_qk (d_qk + 1) / 2 d_head``."""
+    """Entries in the state of one layer: per head ``d_qk**2 d_head``, or ``d_qk (d_qk + 1) / 2 d_head`` for squared."""
     d_qk = config.d_qk
     assert d_qk is not None
     features = d_qk**2 if config.attention == "bilinear" else d_qk * (d_qk + 1) // 2
@@ -202,6 +204,6 @@ def state_numbers(config: ModelConfig) -> int:
 
 
 def position_numbers(config: ModelConfig) -> int:
-    """Numbers that the keys and values of one position take in one layer."""
+    """Entries in the keys and values of one position in one layer."""
     assert config.d_qk is not None
     return config.n_head * (config.n_qk * config.d_qk + config.d_head)

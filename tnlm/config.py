@@ -1,4 +1,4 @@
-"""The configuration: exactly what rebuilds a model. Imports no torch."""
+"""ModelConfig: the architecture of a model, all that is needed to rebuild it. Imports no torch."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Derived = int
 else:
     Derived = int | None
-"""A size that may be left out: an int from construction on, which is all that readers of the config see."""
+"""Type of a size that may be left out. ``__post_init__`` fills it in, so readers of a config always find an int."""
 
 GATED_MLPS = ("bilinear", "swiglu", "geglu", "reglu", "glu")
 POLYNOMIAL_MLPS = ("bilinear", "squared", "none")
@@ -28,19 +28,19 @@ FP32_EPS = 1.1920929e-07
 """``norm_eps`` of the released models: float32's machine epsilon, for every dtype."""
 
 LATER_FIELDS = frozenset({"final_norm", "mlp_hidden_bias"})
-"""Fields that files of earlier versions lack; their models are what the defaults say."""
+"""Fields that config files of earlier versions lack; the defaults are right for their models."""
 
 METADATA_KEYS = frozenset(
     "_name_or_path transformers_version model_type architectures torch_dtype step wandb_run tnlm_version".split()
 )
-"""Keys of a ``config.json`` that say nothing about the function; dropped with one warning."""
+"""Keys of a ``config.json`` that do not change what a model computes; ignored with one warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture of a :class:`tnlm.Transformer`: flat, frozen, validated, a JSON object on disk.
+    """Architecture of a :class:`tnlm.Transformer`: a flat frozen dataclass, checked when made, saved as a JSON object.
 
-    ``ModelConfig.released`` is the published architecture, ``ModelConfig.pure`` one that is a polynomial outright.
+    ``ModelConfig.released`` is the published architecture, ``ModelConfig.pure`` one that is a polynomial as a whole.
 
     Raises:
         ValueError: A value is of the wrong type, out of range, or contradicts another.
@@ -159,7 +159,7 @@ class ModelConfig:
 
     @property
     def mlp_is_form(self) -> bool:
-        """Whether an MLP is a quadratic form of its (normed) input plus a constant, what the analyses of a layer take.
+        """Whether the MLP is a quadratic form of its (normed) input plus a constant, as the analyses of a layer need.
 
         With biases on the hidden units a polynomial MLP is a form of ``(1, x)`` instead.
         """
@@ -183,12 +183,12 @@ class ModelConfig:
 
     @property
     def n_params(self) -> int:
-        """Number of parameters, counted from the sizes."""
+        """Number of parameters, computed from the sizes."""
         return 2 * self.d_vocab * self.d_model + self.n_block_params
 
     @property
     def n_block_params(self) -> int:
-        """Parameters of all blocks: what remains without embedding and unembedding."""
+        """Number of parameters of all blocks: all but embedding and unembedding."""
         return self.n_layer * (self._attention_params + self._mlp_params + 2 * self.x0_mixing)
 
     @property
@@ -217,7 +217,7 @@ class ModelConfig:
 
     @property
     def n_matmul_params(self) -> int:
-        """Weights that each token is multiplied with: every matrix but the embedding."""
+        """Number of weights that each token is multiplied with: those of every matrix but the embedding."""
         qk = 2 * self.n_qk * self.n_head * self.d_qk * self.d_model
         attention = 0 if self.attention == "none" else 2 * self.d_model**2 + qk
         mlp = (3 if self.mlp_gated else 2) * self.d_model * self.d_hidden
@@ -232,7 +232,7 @@ class ModelConfig:
         scores = 0 if self.attention == "none" else self.n_head * (self.n_qk * self.d_qk + self.d_head)
         return 6 * self.n_matmul_params + 6 * seq * self.n_layer * scores
 
-    # Ways to make one
+    # Constructors
 
     @classmethod
     def released(
@@ -245,7 +245,7 @@ class ModelConfig:
         attention: AttentionKind = "bilinear",
         **changes: Any,
     ) -> "ModelConfig":
-        """The published architecture, at the size of the 18-layer models unless told otherwise.
+        """Config of the published architecture; the default sizes are those of the 18-layer models.
 
         RMS norms without gain, QK-norm, rotary tables rounded to bf16, x0 mixing, value residual, an MLP bias and a
         softcap of 30. Source: ``train_gpt2.py`` of loganriggs/modded-nanogpt at d5ce2de.
@@ -273,12 +273,12 @@ class ModelConfig:
         attention: AttentionKind = "bilinear",
         **changes: Any,
     ) -> "ModelConfig":
-        """A model that is one polynomial of its embeddings: no norms, QK-norm or softcap, float32 rotary tables.
+        """Config of a model that is one polynomial of its embeddings: no norms, QK-norm or softcap, float32 tables.
 
         x0 mixing, value residual and bias are affine and stay unless turned off.
 
         Raises:
-            ValueError: ``mlp`` or ``attention`` is not polynomial, or a change brings back what is not.
+            ValueError: ``mlp`` or ``attention`` is not polynomial, or one of ``changes`` makes the model no polynomial.
         """
         defaults: dict[str, Any] = {
             "norm": "none",
@@ -307,7 +307,7 @@ class ModelConfig:
         return config
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """A copy with some fields changed; ``d_qk`` follows ``d_model`` and ``n_head`` unless it was set apart."""
+        """A copy with some fields changed; ``d_qk`` stays ``d_model // n_head`` if it was that."""
         if {"d_model", "n_head"} & changes.keys() and self.d_qk == self.d_head:
             changes = {"d_qk": None, **changes}
         if "d_vocab" in changes and self.d_vocab_used == self.d_vocab:
@@ -325,12 +325,12 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, source: str = "config") -> "ModelConfig":
-        """Rebuild from :meth:`to_dict`; ``source`` names the file in errors.
+        """Config from the dict of :meth:`to_dict`; ``source`` names the file in errors.
 
-        The keys of :data:`METADATA_KEYS` are dropped with one warning (``model_type="tnlm"`` silently).
+        The keys of :data:`METADATA_KEYS` are ignored with one warning (``model_type="tnlm"`` silently).
 
         Raises:
-            ValueError: A key is unknown or missing, or a value is refused.
+            ValueError: A key is unknown or missing, or a value is invalid.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"{source} must hold a JSON object, got {type(values).__name__}")
@@ -353,7 +353,7 @@ class ModelConfig:
 
 
 def warn_dropped(keys: list[str], source: str) -> None:
-    """One warning that names the metadata keys of ``source`` which say nothing about the function."""
+    """Warn once with the names of the metadata keys of ``source`` that were ignored."""
     if keys:
         warnings.warn(f"{source}: ignored metadata {', '.join(keys)}", UserWarning, stacklevel=3)
 
@@ -374,7 +374,7 @@ _SIZES: dict[str, tuple[int, int, int]] = {
 
 
 def published_size(name: str, **changes: Any) -> ModelConfig:
-    """The published architecture at a named size: debug, small, medium, large; medium-relu2, large-relu2.
+    """Config of the published architecture at a named size: debug, small, medium, large; medium-relu2, large-relu2.
 
     The ReLU^2 family of the published code has sizes of its own (and uses ``mlp="relu2"`` here unless told otherwise);
     ``debug`` and ``small`` serve both.

@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """``D (act(L x) * R x) + bias`` for the gated kinds, ``D act(L x) + bias`` for the others.
+    """MLP: ``D (act(L x) * R x) + bias`` for the gated kinds, ``D act(L x) + bias`` for the others.
 
     With ``hidden_bias``, ``L x`` is ``L x + b_l`` and ``R x`` is ``R x + b_r`` throughout.
 
@@ -101,7 +101,7 @@ class MLP(nn.Module):
         return linear(self.hook_post(post), self.w_d, self.bias)
 
     def network(self) -> Network:
-        """``mlp(x)`` as named tensors, five operands; exact.
+        """``mlp(x)`` as a network of five operands; exact.
 
         The input ``x`` is ``(batch, d_in)``, or with biases ``(batch, 1 + d_in)``: ``(1, x)``, the constant in front,
         as :func:`tnlm.explicit.augment` makes it. The output bias is then one more hidden unit, ``1 * 1``.
@@ -133,7 +133,7 @@ class MLP(nn.Module):
 
 
 class BilinearMLP(MLP):
-    """``D (L x * R x)``, by default without bias: ``f(a x) = a**2 f(x)`` exactly.
+    """Bilinear MLP ``D (L x * R x)``, by default without bias, so that ``f(a x) = a**2 f(x)`` exactly.
 
     Source: Pearce et al. 2025, arXiv:2410.08417.
     """

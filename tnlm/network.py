@@ -1,9 +1,9 @@
-"""Named-index tensor networks: one einsum each, nested where a result is used more than once.
+"""Tensor networks with named indices: one einsum each, nested if a result is used more than once.
 
 A `Network` is a product of tensors summed over the indices that its output does not name. opt_einsum plans the
-order of the contraction and runs it; what it does not do is done here: a named input instead of an array, a network
-as an operand of another, equal sizes (opt_einsum lets a size 1 broadcast), a budget that is a cap (its
-``memory_limit`` steers the path and may be passed), and one accumulation dtype.
+order of the contraction and runs it. This module adds named inputs instead of arrays, networks as operands of another,
+equal sizes (opt_einsum lets a size 1 broadcast), a strict limit of memory (opt_einsum's ``memory_limit`` only guides
+the path and may be exceeded), and one accumulation dtype.
 """
 
 import functools
@@ -27,7 +27,7 @@ Path = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Cost:
-    """What a contraction will take, known before anything is allocated.
+    """FLOPs, memory and path of a contraction, known before anything is allocated.
 
     ``flops`` counts a multiply-add as two; ``largest`` is the number of elements of the largest array that is
     built, results of nested networks and the output included, and ``bytes`` its size in the accumulation dtype.
@@ -45,7 +45,7 @@ class Cost:
 
 
 class _Step(NamedTuple):
-    """One network of a plan: its einsum equation, the order of its pairwise contractions, and what they take."""
+    """One network of a plan: its einsum equation, the order of its pairwise contractions, and their cost."""
 
     network: "Network"
     equation: str
@@ -67,7 +67,7 @@ class Network:
             axis.
         output: The index names of the result, each at most once. Indices that it does not name are summed. An index
             may stand in any number of operands, and more than once in one operand (its diagonal).
-        name: What error messages call this network.
+        name: Name of this network in error messages.
 
     Indices are local: an operand that is a Network is known by the names given beside it. Tensors are kept, not
     copied, so gradients reach them; ``operands`` and :meth:`args` give views of them, and so of a model's
@@ -136,10 +136,10 @@ class Network:
         return self._bind({}, {})[self]
 
     def cost(self, sizes: Mapping[str, int] | None = None, *, optimize: str | Sequence[Path] = "auto") -> Cost:
-        """FLOPs, memory and path of a contraction, without doing it. Bytes are those of the tensors' dtype.
+        """FLOPs, memory and path of a contraction, without doing it; bytes are counted in the dtype of the tensors.
 
         Args:
-            sizes: Sizes of the indices of this network that only inputs would tell, such as ``{"batch": 2}``.
+            sizes: Sizes of the indices of this network that only inputs have, such as ``{"batch": 2}``.
             optimize: Name of an opt_einsum optimiser, or the ``path`` of an earlier `Cost` of this network.
 
         Raises:
@@ -154,7 +154,7 @@ class Network:
         max_bytes: int = DEFAULT_MAX_BYTES,
         optimize: str | Sequence[Path] = "auto",
     ) -> Tensor:
-        """Contract everything; each nested network once.
+        """Contract the network to one tensor; each nested network is contracted once.
 
         Args:
             inputs: A tensor for every name in `inputs`, and no other.
@@ -203,15 +203,15 @@ class Network:
         max_bytes: int = DEFAULT_MAX_BYTES,
         optimize: str = "auto",
     ) -> Callable[[Mapping[str, Tensor]], Tensor]:
-        """Choose the path once: a function of the inputs that reuses it.
+        """A function of the inputs that contracts by a path which is chosen once, here.
 
-        ``sizes`` are those the path is chosen for, as in `cost`. The function takes other sizes too; equal sizes
-        and ``max_bytes`` are checked in every call, as in `contract`.
+        The path is chosen for ``sizes``, as in `cost`. The function takes other sizes too; equal sizes and
+        ``max_bytes`` are checked in every call, as in `contract`.
         """
         return functools.partial(self.contract, max_bytes=max_bytes, optimize=self.cost(sizes, optimize=optimize).path)
 
     def flatten(self, max_operands: int = 4096) -> "Network":
-        """The same function as one einsum: nested networks are written out, once for every use.
+        """The same function as one einsum, with nested networks written out, once for every use.
 
         Indices that a nested network sums get a fresh name for every copy (``d_head``, ``d_head.1``, ...).
 
@@ -258,7 +258,7 @@ class Network:
         ``net.args(**{"ln1.hook_scale": r})``.
 
         Raises:
-            ValueError: What `flatten` refuses, or what `contract` does about inputs and sizes.
+            ValueError: As `flatten`, and as `contract` for inputs and sizes.
         """
         flat = self.flatten()
         flat._check_inputs(inputs)
@@ -288,7 +288,7 @@ class Network:
         return quimb.tensor.TensorNetwork([quimb.tensor.Tensor(data, inds=indices) for data, indices in pairs])
 
     def _nodes(self) -> list["Network"]:
-        """This network and those below it, each once, operands before their users."""
+        """This network and all nested ones, each once, operands before the networks that use them."""
         order: dict[Network, None] = {}
 
         def visit(network: Network) -> None:
@@ -302,14 +302,14 @@ class Network:
         return list(order)
 
     def _count(self) -> int:
-        """Operands of the flat network, without building it."""
+        """Number of operands of the flat network, without building it."""
         counts: dict[Network, int] = {}
         for node in self._nodes():
             counts[node] = sum(counts[op] if isinstance(op, Network) else 1 for op, _ in node.operands)
         return counts[self]
 
     def _check_own_sizes(self) -> dict[str, int]:
-        """Sizes that the operands fix, those of nested networks being known already; the rest is for `_bind`."""
+        """Sizes that tensors and nested networks fix; `_bind` finds those that depend on inputs."""
         classes = _Classes()
         for position, (operand, indices) in enumerate(self.operands):
             for axis, index in enumerate(indices):
@@ -323,10 +323,10 @@ class Network:
         return f"operand {position} of {self.name} ({' '.join(self.operands[position][1])})"
 
     def _bind(self, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> dict["Network", dict[str, int]]:
-        """Known size of every index of every node; a ValueError where one index has two sizes.
+        """Known size of every index of every node; raises a ValueError if one index has two sizes.
 
-        The same index is met under many names: inside and outside a nested network, and on the axes of an input that
-        stands in several places. Those are merged into one class each, and a class has one size.
+        One index has many names: inside and outside a nested network, and on the axes of an input that is used in
+        several places. These are merged into one class, and a class has one size.
         """
         classes = _Classes()
         for node in self._nodes():
@@ -406,7 +406,7 @@ class Network:
         return [*constants, *inputs.values()]
 
     def _dtype(self, inputs: Mapping[str, Tensor]) -> torch.dtype:
-        """Accumulation dtype. Without any tensor (a cost of inputs alone) it is torch's default."""
+        """Accumulation dtype; torch's default if there is no tensor (the cost of inputs alone)."""
         dtypes = [tensor.dtype for tensor in self._tensors(inputs)] or [torch.get_default_dtype()]
         return functools.reduce(torch.promote_types, dtypes)
 
@@ -455,7 +455,7 @@ def _names(indices: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _rank(operand: Operand) -> int | None:
-    """Number of axes; None for an input, which has as many as it is given names."""
+    """Number of axes; None for an input, which has one axis for each index name."""
     if isinstance(operand, Tensor):
         return operand.ndim
     return len(operand.output) if isinstance(operand, Network) else None
@@ -466,7 +466,7 @@ def _tensor(operand: Any, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _step(network: Network, sizes: Mapping[str, int], optimize: Any) -> _Step:
-    """Plan one network."""
+    """Plan the pairwise contractions of one network."""
     indices = list(dict.fromkeys(index for _, names in network.operands for index in names))
     symbol = {index: opt_einsum.get_symbol(number) for number, index in enumerate(indices)}
     terms = ["".join(symbol[index] for index in names) for _, names in network.operands]

@@ -1,4 +1,7 @@
-"""Named points: :class:`Point` submodules called ``hook_*``, free in training, where hooks observe and intervene."""
+"""Named points: identity submodules called ``hook_*``, on which hooks read and change activations.
+
+Without hooks a point costs nothing in training.
+"""
 
 import copy
 import difflib
@@ -15,18 +18,18 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Point(nn.Identity):
-    """The identity, at a named place of the forward. Every hook on it gets a tensor of its own.
+    """The identity at a named place of the forward; every hook on it gets its own copy of the value.
 
-    A hook that edits its tensor in place, or returns another one, changes what goes on from this point and nothing
-    else: not what other parts of the model hold, nor what other hooks have kept. The same is true of gradients in
-    backward hooks. Without hooks nothing is copied.
+    A hook that edits its copy in place, or returns another tensor, changes the value that leaves this point and nothing
+    else: neither tensors of other parts of the model nor those that other hooks have kept. The same is true of
+    gradients in backward hooks. Without hooks nothing is copied.
 
     Raises:
-        ValueError: In the forward or the backward, when a hook gives a value of another shape, dtype or device.
+        ValueError: In the forward or the backward, if a hook returns a value of another shape, dtype or device.
     """
 
     name: str | None = None
-    """Its path in the model; given by the model that holds it."""
+    """Path of the point in its model; set by the model."""
 
     def register_forward_hook(self, hook: Callable, **options: Any) -> RemovableHandle:
         """As in torch; ``hook`` is called with a copy, as the input and as the output of this identity."""
@@ -44,7 +47,7 @@ class Point(nn.Identity):
         """As in torch; ``hook`` is called with a copy of the gradient."""
         return super().register_full_backward_pre_hook(partial(_on_gradient, hook), prepend=prepend)
 
-    register_backward_hook = register_full_backward_hook  # torch's older one hands out the gradients themselves
+    register_backward_hook = register_full_backward_hook  # torch's older one would give the gradients, not copies
 
 
 def _on_output(hook: Callable, point: Point, inputs: tuple, *others: Any) -> Tensor | None:
@@ -67,9 +70,9 @@ def _on_input(hook: Callable, point: Point, inputs: tuple, *kwargs: Any) -> Any:
 
 
 def _on_gradient(hook: Callable, point: Point, *gradients: tuple) -> tuple | None:
-    """``gradients`` are those of the input and the output, or of the output alone; what is returned replaces the first.
+    """Call a backward hook with copies of the gradients of input and output, or of the output alone.
 
-    An edit in place counts as one of the gradient at this point, whichever of the copies it was made in.
+    The value that it returns, or an edit in place of any of the copies, replaces the gradient at this point.
     """
     own = [tuple(None if g is None else g.clone() for g in given) for given in gradients]
     returned = hook(point, *own)
@@ -84,10 +87,10 @@ def _on_gradient(hook: Callable, point: Point, *gradients: tuple) -> tuple | Non
 
 
 def _passed_on(point: Point, old: Tensor, new: Any) -> Tensor:
-    """A copy of what a hook made of ``old``, so that the hook's own tensor stays its own.
+    """A copy of the value ``new`` that a hook gave for ``old``; later edits of the copy do not reach the hook's tensor.
 
-    A real value may become complex of the same precision: a polynomial is its own continuation, and interpolation at
-    roots of unity reads its coefficients.
+    A real value may become complex of the same precision: coefficients of a polynomial are read from its values at
+    roots of unity.
 
     Raises:
         ValueError: Another shape, dtype or device.
@@ -100,7 +103,7 @@ def _passed_on(point: Point, old: Tensor, new: Any) -> Tensor:
 
 
 def _complex(dtype: torch.dtype) -> torch.dtype | None:
-    """The complex dtype of the same precision, where the models compute in it."""
+    """The complex dtype of the same precision, or None if models do not compute in it."""
     return {torch.float32: torch.complex64, torch.float64: torch.complex128}.get(dtype)
 
 
@@ -111,7 +114,7 @@ def _kind(value: Any) -> str:
 
 
 def name_points(model: nn.Module) -> None:
-    """Tell every point of a model its path, for error messages."""
+    """Set the name of every point of a model to its path, for error messages."""
     for name, module in model.named_modules():
         if isinstance(module, Point):
             module.name = name
@@ -125,24 +128,24 @@ def hooked(*modules: nn.Module) -> bool:
 def listened(*points: nn.Module) -> bool:
     """Whether a hook of any kind is registered on one of the points, or another module stands in its place.
 
-    A quantity that the fast path never forms (a pattern, a per-head result) is computed only when this holds, so that
-    a point which is present always fires. In a compiled graph that means hooks registered before it was compiled;
-    torch ignores later ones.
+    Layers ask this to decide whether to compute a value that the fast implementation does not form (a pattern, a
+    per-head result), so that the hooks of every point fire. In a compiled graph only hooks count that were registered
+    before it was compiled; torch ignores later ones.
     """
     return hooked(*points) or any(type(p) is not Point for p in points)
 
 
 @contextmanager
 def intervene(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor | None]]) -> Iterator[None]:
-    """While open, each named point's value passes through its function.
+    """Context manager in which each named point's value passes through its function.
 
-    What the function returns replaces the value; ``None`` keeps the tensor that it was given, with what was edited in
-    place. That tensor is the function's own (see :class:`Point`), so an edit acts at that point alone. The hooks are
-    removed on the way out, whatever happened inside, and nobody else's are touched.
+    The tensor that the function returns replaces the value; ``None`` keeps the tensor that it was given, with edits in
+    place. That tensor is a copy (see :class:`Point`), so an edit acts at that point alone. On exit, also by an
+    exception, these hooks are removed; hooks of others stay.
 
     Raises:
         ValueError: A name is not a point of the model (close matches are named), or a part of it is compiled; in the
-            forward, when a value of another shape, dtype or device is returned.
+            forward, if a value of another shape, dtype or device is returned.
     """
     refuse_compiled(model)
     points = {name: module for name, module in model.named_modules() if is_point(name)}
@@ -158,7 +161,7 @@ def intervene(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor | 
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Hooks that are added to a compiled module never fire, in silence.
+    """Raise if the model is compiled: hooks that are added to a compiled module never fire, without any error.
 
     Raises:
         ValueError: ``torch.compile`` or ``.compile()`` was applied to the module or to a part of it.
@@ -172,7 +175,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def record(model: nn.Module, tokens: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """One forward without gradients; a copy of the value of each named point, plus ``"logits"``."""
+    """Values of the named points in one forward without gradients, by name, plus ``"logits"``; all are copies."""
     values: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[Tensor], None]:
@@ -187,12 +190,12 @@ def record(model: nn.Module, tokens: Tensor, names: Iterable[str]) -> dict[str, 
 
 
 def is_point(name: str) -> bool:
-    """Whether a module path ends in a named point."""
+    """Whether a module path is that of a named point."""
     return name.rpartition(".")[2].startswith("hook_")
 
 
 def shared_copy(model: M) -> M:
-    """A copy of the structure: modules of its own, every parameter shared by identity, none of the original's hooks."""
+    """A copy of a model with new modules and without hooks, which shares every parameter by identity."""
     memo: dict[int, object] = {id(p): p for p in model.parameters()}
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():

@@ -23,7 +23,7 @@ TOKEN_DTYPES = (torch.int64, torch.int32)
 
 
 class Embedding(nn.Module):
-    """Token rows of ``w_e`` (d_vocab, d_model), initialised N(0, 1)."""
+    """Embedding of tokens: rows of ``w_e`` (d_vocab, d_model), initialised N(0, 1)."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Embedding(nn.Module):
 
 
 class Unembedding(nn.Module):
-    """``w_u x``, ``w_u`` (d_vocab, d_model), initialised to zero: the first loss is ``ln d_vocab``."""
+    """Unembedding ``w_u x``; ``w_u`` (d_vocab, d_model) starts at zero, so that the first loss is ``ln d_vocab``."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Unembedding(nn.Module):
 
 
 class Block(nn.Module):
-    """``x <- a x + b x0;  x <- x + attn(norm(x));  x <- x + mlp(norm(x))``, ``(a, b) = lambdas``."""
+    """One layer: ``x <- a x + b x0;  x <- x + attn(norm(x));  x <- x + mlp(norm(x))``, with ``(a, b) = lambdas``."""
 
     def __init__(
         self,
@@ -170,8 +170,8 @@ class Transformer(nn.Module):
 
         Args:
             tokens: int64 or int32 ids below ``d_vocab``; checked in eager mode on CPU. With ``cache``, the new ones.
-            cache: What the positions before left; extended in place, unless the forward fails.
-            last: Only the logits of the last position, ``(batch, 1, d_vocab)``: all that generation reads.
+            cache: Cache of the positions before; extended in place, unless the forward fails.
+            last: Return only the logits of the last position, ``(batch, 1, d_vocab)``, as generation needs.
 
         Raises:
             ValueError: ``tokens`` is not 2-D of integers, an id is out of range, or the sequence exceeds ``n_ctx``;
@@ -183,27 +183,27 @@ class Transformer(nn.Module):
     def pre_softcap(
         self, tokens: Int[Tensor, "batch seq"], *, cache: Cache | None = None, last: bool = False
     ) -> Shaped[Tensor, "batch seq_out d_vocab"]:
-        """Logits before the softcap: linear in the final residual given its norm, so the ones to attribute."""
+        """Logits before the softcap; attribute these, since they are linear in the final residual given its norm."""
         return self.unembed(self.final_residual(tokens, cache=cache, last=last))
 
     @all_or_nothing
     def final_residual(
         self, tokens: Int[Tensor, "batch seq"], *, cache: Cache | None = None, last: bool = False
     ) -> Shaped[Tensor, "batch seq_out d_model"]:
-        """What the unembedding reads: the last residual stream after its norm."""
+        """Input of the unembedding: the last residual stream after its norm."""
         start = 0 if cache is None else cache.length
         self.check_tokens(tokens, start=start)
         x = self.run(self.embedding(tokens), start=start, cache=cache)
         return self.ln_final(x[:, -1:] if last else x)
 
     def run_with_cache(self, tokens: Int[Tensor, "batch seq"], **options: Any) -> tuple[Any, Any]:
-        """``(logits, cache)``: one forward and every activation by its name; see :meth:`tnlm.lens.HookedModel`."""
+        """Logits of one forward, and a cache of every activation by its name; see :meth:`tnlm.lens.HookedModel`."""
         from tnlm import lens
 
         return lens.hook(self).run_with_cache(tokens, **options)
 
     def embedding(self, tokens: Int[Tensor, "batch seq"]) -> Shaped[Tensor, "batch seq d_model"]:
-        """``x0``: what enters the residual stream, and what x0 mixing mixes with."""
+        """``x0``: the first residual stream, which every block mixes with (``x0_mixing``)."""
         x = self.hook_embed_raw(self.embed(tokens))
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
@@ -213,7 +213,7 @@ class Transformer(nn.Module):
     def run(
         self, x0: Shaped[Tensor, "batch seq d_model"], *, start: int = 0, cache: Cache | None = None
     ) -> Shaped[Tensor, "batch seq d_model"]:
-        """The residual stream after the last block, from the one before the first; position 0 is ``start``.
+        """The residual stream after the last block, computed from ``x0``, whose first position is ``start``.
 
         Raises:
             ValueError: ``cache`` has seen another number of positions than ``start``.
@@ -239,7 +239,7 @@ class Transformer(nn.Module):
         return x
 
     def softcap(self, z: Shaped[Tensor, "... d_vocab"]) -> Shaped[Tensor, "... d_vocab"]:
-        """``c tanh(z / c)``: strictly monotone, not polynomial; the identity when ``logit_softcap`` is None."""
+        """``c tanh(z / c)``, strictly monotone and not polynomial; the identity if ``logit_softcap`` is None."""
         cap = self.config.logit_softcap
         return z if cap is None else cap * torch.tanh(z / cap)
 
@@ -248,17 +248,17 @@ class Transformer(nn.Module):
 
         Exact without norms and QK-norm, else exact given the norms of this run. Inputs: ``tokens``, one-hot
         ``(batch, seq, d_vocab)``, and the inverse norms, which :meth:`norm_wires` records. Output ``(batch, seq,
-        d_vocab)``. The tensors are made from the parameters of this moment, and gradients reach these::
+        d_vocab)``. The tensors are made from the current parameters, and gradients reach these::
 
             one_hot = F.one_hot(tokens, config.d_vocab).to(model.embed.w_e)
             z = model.network(seq).contract({"tokens": one_hot, **model.norm_wires(tokens)})
             assert torch.allclose(model.softcap(z), model(tokens))
 
-        One einsum, by ``flatten()``, serves one- and two-layer models without MLP and one-layer models with one: a
-        block has degree 10 in what it reads, 5 without MLP. Deeper ones stay nested.
+        One einsum, by ``flatten()``, is possible for one- and two-layer models without MLP and one-layer models with
+        one: a block has degree 10 in its input, 5 without MLP. Deeper ones stay nested.
 
-        Cost: about four times the FLOPs and numbers of the forward, since the residual is copied by extra heads and
-        hidden units; ``network(seq).cost({"batch": 1})`` tells, also on the meta device.
+        Cost: about four times the FLOPs and memory of the forward, since the residual is copied by extra heads and
+        hidden units; given by ``network(seq).cost({"batch": 1})``, also on the meta device.
 
         Raises:
             ValueError: MLP or attention is not a polynomial, or ``seq`` is over ``n_ctx``.
@@ -268,21 +268,21 @@ class Transformer(nn.Module):
     def norm_wires(self, tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
         """Inverse norms of the run on ``tokens``: the inputs of :meth:`network` besides the tokens. No gradient.
 
-        Named after the points that they invert (``blocks.0.ln1.hook_scale``, ``blocks.0.attn.q_norm.hook_scale``), with
+        Named after the point that is inverted (``blocks.0.ln1.hook_scale``, ``blocks.0.attn.q_norm.hook_scale``), with
         a 1 in front: ``(1, 1 / scale)`` of shape ``(batch, seq, 2)``, and ``(batch, seq, 1 + n_head)`` for QK-norms.
-        Empty for a model without norms. Norms of a run in bf16 carry its rounding into the contraction: some percent
-        of the logits after a few layers, where those of the same weights in float32 are right to its last digits.
+        Empty for a model without norms. With norms of a run in bf16 the contraction has the rounding errors of that
+        run: some percent of the logits after a few layers. In float32 it agrees up to float32 rounding.
 
         Raises:
-            ValueError: What forward refuses, or the model is compiled: its points do not fire.
+            ValueError: As forward; or the model is compiled, so that hooks do not fire.
         """
         return norm_wires(self, tokens)
 
     def check_tokens(self, tokens: Tensor, *, start: int = 0, limit: int | None = None) -> None:
-        """Refuse tokens that forward cannot read; ``limit`` (default ``d_vocab``) bounds the ids.
+        """Raise if forward cannot read ``tokens``; ids must be below ``limit`` (default ``d_vocab``).
 
         Raises:
-            ValueError: Naming the value, its place and the limit.
+            ValueError: Names the value, its place and the limit.
         """
         if not isinstance(tokens, Tensor):
             raise ValueError(f"tokens must be a torch tensor (batch, seq), got {type(tokens).__name__}")
@@ -310,10 +310,10 @@ class Transformer(nn.Module):
 
 
 def check_ids(tokens: Int[Tensor, "batch seq"], limit: int) -> None:
-    """Refuse ids outside ``[0, limit)``.
+    """Raise if an id is outside ``[0, limit)``.
 
     Raises:
-        ValueError: Naming the first bad id, its place and the limit.
+        ValueError: Names the first such id, its place and the limit.
     """
     bad = (tokens < 0) | (tokens >= limit)
     if bad.any():

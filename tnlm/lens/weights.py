@@ -24,7 +24,7 @@ from tnlm.transformer import Block, Embedding, Unembedding
 class LensAttention(Attention):
     """An attention layer that also has transformer-lens's weight names: views per head, ``(n_head, d_model, d)``.
 
-    ``W_Q2`` and ``W_K2`` are those of the second query-key pair; a layer with one pair does not have them.
+    ``W_Q2`` and ``W_K2`` are those of the second query-key pair; None in a layer with one pair.
     """
 
     @property
