@@ -47,7 +47,7 @@ def edges(
     no activations are used, and norms and the scale of each component cancel.
 
     Args:
-        net: Has ``config``, ``embed``, ``unembed``, ``mlp[l]``, ``attention[l].head(n)``, as `extract` gives.
+        net: Has ``config``, ``embed``, ``unembed``, ``mlp[layer]``, ``attention[layer].head(n)``, as `extract` gives.
         distance: Query position minus key position at which patterns are read.
         metric: Weight of the output directions of an MLP that reads: all equal, or as the unembedding reads them.
 

@@ -273,7 +273,7 @@ def check_layer(b: object, *, real: bool = False) -> None:
     """Raise ValueError unless ``b`` is a `BilinearTensor`; with ``real``, unless its weights are real."""
     if not isinstance(b, BilinearTensor):
         raise ValueError(
-            f"the layer must be a BilinearTensor, got {type(b).__name__}; tnlm.interp.extract(model).mlp[l] is one"
+            f"the layer must be a BilinearTensor, got {type(b).__name__}; tnlm.interp.extract(model).mlp[layer] is one"
         )
     if real:
         check_real("the layer", b.w_l)

@@ -95,15 +95,8 @@ def vocab_eigs(
     ids = token_ids(net.tokens if tokens is None else tokens, len(net.unembed), net.unembed.device)
     check_bytes("the eigenvectors", (len(ids), b.d_in, k), b.dtype, max_bytes, "pass tokens= or a smaller k")
     directions = _directions(net, center)[ids]
-    settings = {
-        "layer": layer,
-        "k": k,
-        "tol": tol,
-        "which": which,
-        "max_steps": max_steps,
-        "seed": seed,
-        "block": block,
-    }
+    settings: dict[str, Any] = {"layer": layer, "k": k, "tol": tol, "which": which}
+    settings |= {"max_steps": max_steps, "seed": seed, "block": block}
     store = None if folder is None else BlockStore(Path(folder), settings, (b.w_l, b.w_r, b.w_d, directions))
     norms2: Tensor | None = None
 
