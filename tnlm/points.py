@@ -1,4 +1,9 @@
-"""Named points: :class:`Point` submodules called ``hook_*``, free in training, where hooks observe and intervene."""
+"""Named points: :class:`Point` submodules called ``hook_*``, where hooks observe and change values.
+
+A point costs nothing while it has no hook. To add one, make a ``Point()`` in the ``__init__`` of its module
+(``transformer.py``, ``attention.py``, ``mlp.py`` or ``norm.py``), call it in ``forward``, and add a row to
+the list of all points, ``docs/points.md``.
+"""
 
 import copy
 import difflib
