@@ -138,6 +138,7 @@ class Attention(nn.Module):
             lamb = self.lamb.to(x.dtype)  # half precision rounds in the published order
             v = (1 - lamb) * v + lamb * v_first if v.dtype in HALF else torch.lerp(v, v_first, lamb)
         v = self.hook_v_mixed(v)
+        # Rotary embedding: each query and key is projected, normed, then rotated
         rotate, heads = Rotation(*tables), self._heads
         q1 = self.hook_rot_q(rotate(self.q_norm(self.hook_q(heads(linear(x, self.w_q1, self.b_q1))))))
         k1 = self.hook_rot_k(rotate(self.k_norm(self.hook_k(heads(linear(x, self.w_k1, self.b_k1))))))
@@ -218,7 +219,10 @@ class Attention(nn.Module):
         return rearrange(x, "batch seq (n_head d) -> batch seq n_head d", n_head=self.n_head)
 
     def _pattern(self, qk: list[Tensor]) -> Shaped[Tensor, "batch n_head seq_q seq_k"]:
-        """The pattern by its definition, through every named point; the kernels do not form it."""
+        """The attention pattern of every kind by its definition (the formula), through every named point.
+
+        The kernels do not form it; their own definition of two kinds is ``tnlm/kernels/eager.py``.
+        """
         scale = self.d_qk**-0.5 if self.kind in ("softmax", "squared_normalized") else 1 / self.d_qk
         scores = self.hook_attn_scores(torch.einsum("bqhd,bkhd->bhqk", qk[0], qk[1]) * scale)
         scores2 = scores

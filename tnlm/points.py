@@ -1,6 +1,8 @@
-"""Named points: identity submodules called ``hook_*``, on which hooks read and change activations.
+"""Named points: :class:`Point` submodules called ``hook_*``, where hooks observe and change values.
 
-Without hooks a point costs nothing in training.
+A point costs nothing while it has no hook. To add one, make a ``Point()`` in the ``__init__`` of its module
+(``transformer.py``, ``attention.py``, ``mlp.py`` or ``norm.py``), call it in ``forward``, and add a row to
+the list of all points, ``docs/points.md``.
 """
 
 import copy

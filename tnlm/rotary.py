@@ -1,6 +1,7 @@
 """Rotary position embedding: tables of cosines and sines, and the rotation by them.
 
-Tables are made for each forward and not kept in the model.
+``Attention.forward`` (``tnlm/attention.py``) applies the rotation to queries and keys, after QK-norm. Tables are made
+for each forward and not kept in the model.
 """
 
 import torch

@@ -239,7 +239,10 @@ class Transformer(nn.Module):
         return x
 
     def softcap(self, z: Shaped[Tensor, "... d_vocab"]) -> Shaped[Tensor, "... d_vocab"]:
-        """``c tanh(z / c)``, strictly monotone and not polynomial; the identity if ``logit_softcap`` is None."""
+        """The softcap of logits, ``c tanh(z / c)``; the identity when ``logit_softcap`` is None.
+
+        Strictly monotone, not polynomial. The training loss applies it in ``tnlm/kernels/cross_entropy.py`` instead.
+        """
         cap = self.config.logit_softcap
         return z if cap is None else cap * torch.tanh(z / cap)
 

@@ -76,6 +76,7 @@ def load(
     tensors = dict(stored.tensors)
     table = layout.make_table(config, raw, _shapes(tensors))
     layouts.tie(tensors, table, raw, label=found.label)
+    # Every missing or extra key, and every wrong shape, is an error here
     table.check(_shapes(tensors), label=found.label, config=config)
     _check_values(tensors, table.checks, label=found.label)
 

@@ -103,7 +103,7 @@ def is_run(folder: Path) -> bool:
 
 
 def mark_complete(folder: Path, *, step: int) -> None:
-    """Flush every file of a training checkpoint to disk, then write the marker that names them all."""
+    """Flush every file of a training checkpoint to disk, then write the marker ``COMPLETE`` that names them all."""
     files = sorted(path for path in folder.iterdir() if path.name != MARKER)
     with ThreadPoolExecutor() as pool:  # the hashes are computed while the disk writes
         hashes = pool.map(sha256, files)
@@ -119,7 +119,7 @@ def mark_complete(folder: Path, *, step: int) -> None:
 
 
 def find_defect(folder: Path, *, contents: bool = False) -> str | None:
-    """Why a training checkpoint is not complete, or None if it is: its marker must name every file at its size.
+    """Why a training checkpoint is not complete, or None: its marker ``COMPLETE`` must name every file at its size.
 
     Args:
         contents: Compare the sha256 of every file as well, which reads all of them.

@@ -1,7 +1,8 @@
 """The definition of bilinear and squared attention: dense scores in plain differentiable torch.
 
 Every other implementation is tested against this one. It supports every floating and complex dtype, any ``torch.func``
-transform and double backward, and holds ``seq_q * seq_k`` numbers per head and score.
+transform and double backward, and holds ``seq_q * seq_k`` numbers per head and score. A model whose implementation is
+"eager", or with a hook on scores or pattern, uses the same formula in ``Attention._pattern`` (``tnlm/attention.py``).
 """
 
 import torch

@@ -1,4 +1,8 @@
-"""One self-contained HTML page of text, tables and figures, for light and dark, that works offline."""
+"""One self-contained HTML page of text, tables and figures, for light and dark, that works offline.
+
+The contents are elsewhere: the report of a model is ``tnlm/interp/views/reporting.py``, the page of a comparison
+``tnlm/training/compare/plot.py``.
+"""
 
 import html
 from collections.abc import Iterable, Sequence

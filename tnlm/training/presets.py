@@ -1,4 +1,8 @@
-"""Presets: functions that return a whole training configuration, and their list by name. Imports no torch."""
+"""Presets: functions that return a whole training configuration, and their list by name. Imports no torch.
+
+What a preset does not set, as the learning rates of ``tiny``, has the default of its field in ``TrainConfig``
+(``tnlm/training/config.py``). A new preset is a function here and an entry of ``PRESETS``.
+"""
 
 from collections.abc import Callable
 

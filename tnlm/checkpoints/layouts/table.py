@@ -75,7 +75,7 @@ class Table:
         self.rows[ours] = ((), make)
 
     def check(self, shapes: Shapes, *, label: str, config: ModelConfig) -> None:
-        """Check that the file has every key of the table, at its shape, and no others.
+        """Check that the file has every key of the table, at its shape, and no extra key.
 
         Raises:
             ValueError: It does not; names all missing and unexpected keys and wrong shapes.

@@ -1,4 +1,4 @@
-"""Three layouts of small models, most of them polynomials: two-layer models, toy transformers and cycle toys."""
+"""Three layouts of small public models, most of them polynomials: two-layer models, toy transformers, cycle toys."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

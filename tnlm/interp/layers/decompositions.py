@@ -1,4 +1,7 @@
-"""Decompositions of a bilinear layer: HOSVD, CP, truncation of one direction, and factors in a fixed gauge."""
+"""Decompositions of a bilinear layer: HOSVD, CP, truncation of one direction, and factors in a fixed gauge.
+
+A gauge is a choice among the factors that give the same layer. The eigendecomposition is ``eig`` in ``spectra.py``.
+"""
 
 from collections.abc import Callable
 from functools import partial

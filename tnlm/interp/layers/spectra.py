@@ -1,4 +1,7 @@
-"""Eigenvalues of the quadratic forms of a bilinear layer, with residuals and a bound on those not computed."""
+"""Eigendecomposition of the quadratic forms of a bilinear layer, with residuals.
+
+Eigenvalues that are not computed get a bound.
+"""
 
 from collections.abc import Callable
 from typing import Literal

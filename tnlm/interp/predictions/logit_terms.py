@@ -1,4 +1,4 @@
-"""The terms of one logit, and the write of every term into the residual stream at the last position."""
+"""The terms whose sum is one logit, and what each of them adds to the residual stream at the last position."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,7 +39,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HeadTerms:
-    """The terms of one layer's heads, one for each head and source position: ``read . O_n P_su v_u``."""
+    """The terms of one layer's heads, one for each head and source position: ``read . O_n P_su v_u``.
+
+    Head n, output matrix ``O_n``, and pattern ``P_su`` of the last position s at the source u, whose value is ``v_u``.
+    """
 
     layer: int
     read: Float[Tensor, " d_model"]

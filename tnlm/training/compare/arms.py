@@ -2,13 +2,15 @@
 
 ``L_a(N)`` is the final validation loss of arm a after a *complete schedule* of N steps.
 
-Each reading has its uncertainty:
+N0 is a number of steps of the base, N* the number that the variant needs for the same loss. Each reading has its
+uncertainty:
 
-- **E1, matched schedule** (primary): ``x = N* / N0 - 1`` with ``L_variant(N*) = L_base(N0)``. Needs two or more
-  complete variant horizons around N*.
-- **E2a, within schedule**: first step at which the variant's own curve is at the base's *final* loss, over N0.
-  Biased: a step inside a warm-down is not a complete run.
-- **E2b, mirror**: N over the first step at which the base's curve is at the variant's final loss. Biased likewise.
+- **E1, matched schedule** (primary): ``x = N* / N0 - 1`` with ``L_variant(N*) = L_base(N0)``; :func:`matched_n0`
+  chooses N0. Needs two or more complete variant horizons around N*.
+- **E2a, within schedule**: first step at which the variant's own curve is at the base's *final* loss, over N0,
+  the base's longest horizon. Biased: a step inside a warm-down is not a complete run.
+- **E2b, mirror**: the longest common horizon over the first step at which the base's curve is at the variant's final
+  loss. Biased likewise.
 - **E3, stable phase**: ratio of the steps at which both arms pass a level in their constant-rate phases.
 
 Runs are read by :mod:`tnlm.training.compare.runs`; the estimators are in :mod:`tnlm.training.compare.statistics`.
@@ -241,6 +243,7 @@ def matched_n0(base: Sequence[int], variant: Sequence[int], at: float | int | No
 
 
 def _matched_schedule(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
+    """E1: how many more batches, as the fraction ``N* / N0 - 1``, from complete schedules of equal final loss."""
     options = boot.options
     n0 = matched_n0(base.horizons, variant.horizons, options.at)
     detail: dict[str, Any] = {"n0": n0, "n_star": None, "horizons": variant.horizons, "base_horizons": base.horizons}
@@ -296,6 +299,7 @@ def _converted(x: float, base: Arm, variant: Arm) -> dict[str, float | None]:
 
 
 def _within_schedule(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
+    """E2a: the step at which the variant's own curve is at the base's final loss, over the base's horizon, minus 1."""
     n0, horizon = base.horizons[-1], variant.horizons[-1]
     steps, losses = variant.curves(horizon)
     target = boot.means(base, n0, base.finals(n0))
@@ -315,6 +319,7 @@ def _within_schedule(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
 
 
 def _mirror(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
+    """E2b: the common horizon over the step at which the base's curve is at the variant's final loss, minus 1."""
     common = set(base.horizons) & set(variant.horizons)
     if not common:
         return Reading("not comparable", note="needs one horizon that both arms have")
@@ -342,6 +347,7 @@ def _spread(cells: Sequence[tuple[Arm, int]]) -> float:
 
 
 def _stable_phase(base: Arm, variant: Arm, boot: _Bootstrap) -> Reading:
+    """E3: median over loss levels of the ratio of the steps at which the arms pass them before warm-down, minus 1."""
     phases = []
     cells = _longest(base, variant)
     for arm, horizon in cells:

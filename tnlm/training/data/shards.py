@@ -3,7 +3,8 @@
 Layout: 256 little-endian int32, of which [0] = 20240520, [1] = 1, [2] = number of tokens and the rest 0, then
 the ids as little-endian uint16; so the size is 1024 + 2 n bytes (format of karpathy/llm.c, used by
 KellerJordan/modded-nanogpt). Each document is *preceded* by the end-of-text id. A file that does not have this
-layout is a ``ValueError`` with its path and what was expected and found.
+layout is a ``ValueError`` with its path and what was expected and found. :func:`shard_tokens` checks the header, and
+:func:`check_shard` every id; training checks the ids of each batch (``TokenStream.refuse_ids`` in ``stream.py``).
 """
 
 import filecmp

@@ -1,4 +1,4 @@
-"""Start of a run: device, threads, run folder, fresh model, and the versions that are recorded."""
+"""Start of a run: device, threads, run folder and its lock, fresh model, and the versions that are recorded."""
 
 import contextlib
 import json
