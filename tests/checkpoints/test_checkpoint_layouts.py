@@ -54,17 +54,6 @@ def recorded(name: str) -> Path:
     pytest.skip(f"no recording {name}: only some are kept in the repository")
 
 
-def degree_roundings(config: tnlm.ModelConfig, seq: int) -> int:
-    """Roundings on the longest path of two evaluations without norms: relative errors of factors add in a product."""
-    n = 0  # of the residual, at first an embedding
-    for _ in range(config.n_layer):
-        query = n + config.d_model + 3  # projected and rotated
-        scores = 2 * (2 * query + config.d_qk + 1)
-        z = scores + 1 + seq + n + config.d_model  # times the projected value, summed over keys
-        n = z + config.d_model + 2  # output map, scaled and added
-    return 2 * (n + config.d_model)
-
-
 def asked(name: str) -> str | None:
     return "squared" if "squared-attn" in name else None
 
@@ -118,8 +107,9 @@ def test_other_layouts_reproduce_their_code(name):
     model = tnlm.load(folder)
     with torch.no_grad():
         logits = model(expected["tokens"])
-    roundings = degree_roundings(model.config, logits.shape[1]) if name in POLYNOMIALS else NORMED
-    assert_close(logits, expected["logits_fp32"], roundings=roundings)
+    recording = expected["logits_fp32"]
+    # what is asked of the public toys; five times what any imitated host gives
+    assert_within((logits - recording).abs().max() / recording.abs().max(), 1e-5, "relative error")
     assert model.config.polynomial == (name in POLYNOMIALS)
 
 
