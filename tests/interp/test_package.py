@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layering import imported
 from tnlm import interp
 
 FOLDER = Path(interp.__file__).parent
@@ -21,25 +20,6 @@ def test_every_export_is_defined_where_the_list_says():
 
 def test_no_module_has_the_name_of_a_public_function():
     assert not {path.stem for path in FOLDER.rglob("*.py")} & set(interp.__all__)
-
-
-ROOMS = ["layers", "tokens", "predictions", "discovery", "views"]
-"""In the order of their imports: each may import those before it."""
-LAZY = [("predictions/explanation.py", "tnlm.interp.views.plot")]
-"""The one import against the order, inside ``Explanation.plot``."""
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_import_only_rooms_before_them(room):
-    assert {path.parent.name for path in FOLDER.rglob("*.py")} == {"interp", *ROOMS}
-    later = ROOMS[ROOMS.index(room) + 1 :]
-    upwards = []
-    for path in sorted((FOLDER / room).glob("*.py")):
-        names = imported(path.read_text(encoding="utf-8"), f"tnlm.interp.{room}")
-        file = path.relative_to(FOLDER).as_posix()
-        above = [name for name in names if name.startswith(tuple(f"tnlm.interp.{other}." for other in later))]
-        upwards += [(file, name) for name in above if (file, name) not in LAZY]
-    assert upwards == []
 
 
 def test_import_reads_no_tensor_library():

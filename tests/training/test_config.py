@@ -52,7 +52,7 @@ def test_config_files_are_read_strictly(tmp_path):
     with pytest.raises(ValueError, match=r"my\.json, model does not fit ModelConfig.*d_mdoel"):
         nano.updated({"model": {"d_mdoel": 4}}, source="my.json")
     (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(ValueError, match="must hold a JSON object, got list"):
+    with pytest.raises(ValueError, match="must hold one JSON object: it holds a list"):
         load_config(tmp_path / "list.json")
     with pytest.raises(ValueError, match="cannot be read"):
         load_config(tmp_path / "missing.json")

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tnlm.interp.extraction import Extracted, extract
-from tnlm.interp.predictions.logit_terms import Row, Terms, logit_terms, term_points
+from tnlm.interp.predictions.terms import Row, Terms, logit_terms, term_points
 from tnlm.points import intervene, record
 from tnlm.transformer import Transformer
 
