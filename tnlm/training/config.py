@@ -27,8 +27,8 @@ Tracker = Literal["none", "trackio", "wandb"]
 class Limits:
     """Smallest and largest value of a number, both allowed; part of a field's type."""
 
-    low: float
-    high: float = math.inf
+    low: int | float
+    high: int | float = math.inf
 
 
 Count = Annotated[int, Limits(1)]
