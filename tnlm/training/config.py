@@ -88,6 +88,7 @@ class TrainConfig:
     warmdown: Fraction = WARMDOWN
     """Fraction of the steps, at the end, over which every learning rate falls linearly to zero."""
 
+    # What other programs call learning_rate is one field per group of parameters; presets that set none have these
     lr_embed: NonNegative = 0.3
     """Learning rate of the embedding (Adam)."""
     lr_head: NonNegative = 0.002

@@ -1,4 +1,7 @@
-"""One bilinear layer as a symmetric third-order tensor, kept as its three factor matrices."""
+"""One bilinear layer as a symmetric third-order tensor, kept as its three factor matrices.
+
+Its eigendecomposition is ``eig`` in ``spectra.py``; its other decompositions are in ``decompositions.py``.
+"""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,7 @@
-"""Extreme eigenvalues of many symmetric forms at once: a batched Lanczos iteration with a certificate."""
+"""Extreme eigenvalues of many symmetric forms at once: a batched Lanczos iteration with a certificate.
+
+The eigendecomposition of a bilinear layer, which uses it, is ``eig`` in ``spectra.py``.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
