@@ -19,7 +19,8 @@ class Point(nn.Identity):
 
     A hook that edits its tensor in place, or returns another one, changes what goes on from this point and nothing
     else: not what other parts of the model hold, nor what other hooks have kept. The same is true of gradients in
-    backward hooks. Without hooks nothing is copied.
+    backward hooks. Without hooks nothing is copied. Hooks on modules that are no points are torch's own: they get the
+    tensors of the model, and should return a new one.
 
     Raises:
         ValueError: In the forward or the backward, when a hook gives a value of another shape, dtype or device.
