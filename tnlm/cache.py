@@ -99,7 +99,8 @@ class LayerState:
 class Cache:
     """One :class:`LayerCache`, or with ``recurrent`` one :class:`LayerState`, per block; ``length`` positions seen.
 
-    A forward that fails, or is interrupted, leaves it as it was: see :func:`all_or_nothing`.
+    A forward that fails, or is interrupted, leaves it as it was: see :func:`all_or_nothing`. Copies by :mod:`copy` go
+    on independently, with the model that filled it. It cannot be pickled: it belongs to that model in this process.
 
     Args:
         config: Of the model that fills and reads it; models with another one are refused.
@@ -127,9 +128,23 @@ class Cache:
 
     def fork(self) -> "Cache":
         """An independent continuation that shares the past."""
-        other = copy.copy(self)
+        other = object.__new__(Cache)
+        other.adopt(self)
         other.layers = [layer.fork() for layer in self.layers]
         return other
+
+    __copy__ = fork
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Cache":
+        other = self.fork()
+        other.layers = copy.deepcopy(self.layers, memo)
+        return other
+
+    def __reduce__(self) -> str:
+        raise ValueError(
+            "a cache belongs to the model that filled it, in this process, and cannot be pickled; save the tokens, and "
+            "fill a new cache with them"
+        )
 
     def adopt(self, trial: "Cache") -> None:
         """Take over what a fork was extended by."""
