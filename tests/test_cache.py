@@ -1,6 +1,8 @@
 """What is kept between forwards gives the logits of the full forward, however the tokens arrive."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -269,3 +271,31 @@ def test_the_blocks_alone_must_start_where_the_cache_ends():
             model.run(x0[:, 4:], cache=cache)
         rest = model.run(x0[:, 4:], start=4, cache=cache)
         torch.testing.assert_close(rest, model.run(x0)[:, 4:], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind, recurrent", [("bilinear", False), ("softmax", False), ("bilinear", True)])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_go_on_independently_with_the_model_of_the_cache(kind, recurrent, copied):
+    model, tokens = build(tiny(attention=kind)), ids(2, 9)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        cache = Cache(model.config, recurrent=recurrent)
+        model(tokens[:, :4], cache=cache)
+        twin = copied(cache)
+        model(tokens[:, :2], cache=cache)
+        assert (cache.length, twin.length) == (6, 4)
+        assert_close(model(tokens[:, 4:], cache=twin), model(tokens)[:, 4:])
+        with pytest.raises(ValueError, match="serves the model that filled it"):
+            other(tokens[:, :1], cache=copied(cache))
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_cache_is_not_pickled(filled):
+    model = build(tiny())
+    cache = Cache(model.config)
+    if filled:
+        model(ids(1, 3), cache=cache)
+    for save in (pickle.dumps, lambda c: torch.save(c, io.BytesIO())):
+        with pytest.raises(ValueError, match="cannot be pickled; save the tokens"):
+            save(cache)

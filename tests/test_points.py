@@ -371,3 +371,25 @@ def test_the_refusal_says_what_came_and_names_points_of_replaced_parts(model):
         intervene(model, {name: turn}),
     ):
         model(TOKENS)
+
+
+def test_an_edit_in_place_before_the_first_block_does_not_reach_x0():
+    """A torch hook on a block gets the tensors of the model, and x0 enters every block beside the stream."""
+    model, tokens = build(tiny(n_layer=2)), ids(2, 5)
+    assert model.blocks[0].lambdas[1].abs() > 0
+
+    def run(hook):
+        handle = model.blocks[0].register_forward_pre_hook(hook)
+        try:
+            return model(tokens)
+        finally:
+            handle.remove()
+
+    def edit(_block, given):
+        given[0].mul_(3)
+
+    with torch.no_grad():
+        expected = run(lambda _block, given: (given[0] * 3, *given[1:]))
+        edited = run(edit)
+        assert (expected - model(tokens)).abs().max() > 1e-3
+    assert torch.equal(edited, expected)

@@ -100,7 +100,8 @@ class Cache:
     """The past of a whole model: one :class:`LayerCache` per block, or with ``recurrent`` one :class:`LayerState`.
 
     ``length`` is the number of positions seen. A forward that fails or is interrupted leaves the cache unchanged, see
-    :func:`all_or_nothing`.
+    :func:`all_or_nothing`. Copies by :mod:`copy` can be extended independently, with the model
+    that filled it. It cannot be pickled: it belongs to that model in this process.
 
     Args:
         config: Config of the model that fills and reads it; a model with another one is refused.
@@ -128,9 +129,23 @@ class Cache:
 
     def fork(self) -> "Cache":
         """A copy with the same past that can be extended alone."""
-        other = copy.copy(self)
+        other = object.__new__(Cache)
+        other.adopt(self)
         other.layers = [layer.fork() for layer in self.layers]
         return other
+
+    __copy__ = fork
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Cache":
+        other = self.fork()
+        other.layers = copy.deepcopy(self.layers, memo)
+        return other
+
+    def __reduce__(self) -> str:
+        raise ValueError(
+            "a cache belongs to the model that filled it, in this process, and cannot be pickled; save the tokens, and "
+            "fill a new cache with them"
+        )
 
     def adopt(self, trial: "Cache") -> None:
         """Take over the positions that a fork was extended by. Forks made before this cannot be adopted afterwards."""

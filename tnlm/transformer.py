@@ -16,7 +16,7 @@ from tnlm.kernels import Implementation, linear
 from tnlm.mlp import MLP
 from tnlm.network import Network
 from tnlm.norm import NoNorm, RMSNorm
-from tnlm.points import Point, name_points
+from tnlm.points import Point, hooked, name_points
 from tnlm.rotary import rotary_tables
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
@@ -230,7 +230,9 @@ class Transformer(nn.Module):
             device=x0.device,
             start=start,
         )
-        x, v_first = x0, None
+        # A torch hook on a block may edit what the block is given, and x0 enters every block
+        x = x0.clone() if hooked(*self.blocks) else x0
+        v_first = None
         for i, block in enumerate(self.blocks):
             x, v = block(x, x0, v_first, tables, None if cache is None else cache.layers[i])
             v_first = v if config.value_residual else None

@@ -380,6 +380,22 @@ def test_a_run_is_not_overwritten(trained, capsys):
     assert {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.filterwarnings("default")
+def test_other_validation_tokens_than_the_run_had_are_a_warning(trained, tmp_path, capsys):
+    run_folder = tmp_path / "run"
+    shutil.copytree(trained, run_folder)
+    code, _, err = run(capsys, "eval", run_folder, "--rows", 2)
+    assert code == 0
+    assert "warning" not in err
+    for path in run_folder.glob("checkpoints/*/training.json"):
+        recorded = json.loads(path.read_text())["val_fingerprint"]
+        path.write_text(path.read_text().replace(recorded, "0" * 64))
+    code, _, err = run(capsys, "eval", run_folder, "--rows", 2)
+    assert code == 0
+    assert "tnlm: warning: the validation tokens are not those that" in err
+    assert f"is {recorded[:16]}, and " in err
+
+
 def test_verify_of_what_cannot_be_had_is_not_a_success(tmp_path, capsys, monkeypatch):
     go_offline(monkeypatch)
     use_cache(tmp_path, monkeypatch)

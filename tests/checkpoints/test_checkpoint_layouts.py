@@ -423,7 +423,7 @@ def test_rotary_buffer_of_another_base_is_refused(tmp_path):
         ("cycle_layout/lerp", {"norm": "layer"}, "norm must be one of None, False, True, got 'layer'"),
         ("cycle_layout/lerp", {"n_layer": 2**31}, "n_layer=2147483648 layers cannot come from a file of 14 tensors"),
         ("cycle_layout/lerp", {"rotary_base": 500}, "missing none; unexpected rotary_base=500"),
-        ("cycle_layout/lerp", {"scale": "half"}, "scale must be a number, got 'half'"),
+        ("cycle_layout/lerp", {"scale": "half"}, "scale must be a finite number, got 'half'"),
         ("published_toys/spec_rms", {"spec": ["attn", "conv"]}, r"spec must list layers, each 'attn' or 'mlp', got"),
         ("published_toys/spec_rms", {"spec": []}, r"spec must list layers"),
         ("published_toys/spec_rms", {"spec": ["attn"] * 3}, r"missing layers.2.k1.weight"),
@@ -488,6 +488,42 @@ def test_cycle_config_may_lie_in_the_history(tmp_path):
     history = {"loss": [3.1], "config": {k: raw[k] for k in ("n_layer", "d_model", "n_head", "scale")}}
     (tmp_path / "history.json").write_text(json.dumps(history))
     assert same_state(tnlm.load(tmp_path), tnlm.load(source))
+
+
+def write_history(folder: Path, **config) -> None:
+    (folder / "history.json").write_text(json.dumps({"loss": [3.1, float("nan")], "config": config}))
+
+
+def test_history_may_hold_nan_losses_and_a_config_may_not(tmp_path):
+    source = recorded("cycle_layout/lerp")
+    (tmp_path / "model.pt").write_bytes((source / "model.pt").read_bytes())
+    raw = json.loads((source / "config.json").read_text())
+    sizes = {k: raw[k] for k in ("n_layer", "d_model", "n_head", "scale")}
+    write_history(tmp_path, **sizes)
+    assert same_state(tnlm.load(tmp_path), tnlm.load(source))
+    for scale in (float("nan"), float("inf")):
+        write_history(tmp_path, **sizes | {"scale": scale, "residual": "add"})
+        with pytest.raises(ValueError, match=r"scale must be a finite number, got (nan|inf)"):
+            tnlm.load(tmp_path)
+
+
+def test_config_and_history_must_describe_one_architecture(tmp_path):
+    source = recorded("cycle_layout/lerp")
+    copy_tree(source, tmp_path)
+    raw = json.loads((source / "config.json").read_text())
+    expected = tnlm.load(source)
+    # Text for numbers, other bookkeeping, and keys of one file alone are no contradiction
+    write_history(tmp_path, n_head=raw["n_head"], scale=str(raw["scale"]), n_params=1, seed=5, topology="grid")
+    assert same_state(tnlm.load(tmp_path), expected)
+    other = 1 if raw["n_head"] != 1 else 2
+    write_history(tmp_path, n_head=other, scale=raw["scale"], seed=5)
+    for path in (tmp_path, tmp_path / "model.pt"):
+        with pytest.raises(ValueError, match=rf"describe different models: n_head={raw['n_head']} and {other}\. "):
+            tnlm.load(path)
+    assert same_state(tnlm.load(tmp_path, overrides={"n_head": raw["n_head"]}), expected)
+    for useless in ('[{"config": {}}]', "no JSON", '{"config": 3}', "{}"):
+        (tmp_path / "history.json").write_text(useless)
+        assert same_state(tnlm.load(tmp_path), expected)
 
 
 def test_step_file_is_the_last_one(tmp_path):

@@ -233,6 +233,30 @@ def test_wrong_use_is_a_message_and_exit_code_2(command, message, tmp_path, caps
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.user_error
+@pytest.mark.parametrize("name", ["latest", "metrics.jsonl", ".lock"])
+def test_a_folder_in_the_place_of_a_file_of_the_run_is_named(name, tmp_path, capsys):
+    config, command = write_config(tmp_path)
+    (config.folder / name).mkdir(parents=True)
+    assert main(command) == 2
+    message = f"{config.folder / name} must be a file, but is a folder; rename or remove it, or choose another --out"
+    assert message in capsys.readouterr().err
+    assert [path.name for path in config.folder.iterdir()] == [name]
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize("name", [".", "checkpoints"])
+def test_a_file_in_the_place_of_a_folder_of_the_run_is_named(name, tmp_path, capsys):
+    config, command = write_config(tmp_path)
+    path = config.folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    assert main(command) == 2
+    assert f"{path} must be a folder, but is a file; rename or remove it, or choose another --out" in (
+        capsys.readouterr().err
+    )
+
+
 def test_branch_compare_and_export(tmp_path, capsys):
     """From two seeds of two arms to the answer, through the commands alone."""
     arms = {}

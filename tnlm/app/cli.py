@@ -450,12 +450,22 @@ def _text_or_held_out(
     run = _run_folder(model)
     if run is None:
         raise ValueError("which text? Pass --text FILE; only a training run brings validation tokens of its own")
+    from tnlm.output.files import read_json
     from tnlm.training.config import load_config
     from tnlm.training.data.inputs import open_inputs
     from tnlm.training.run.distributed import World
 
     inputs = open_inputs(load_config(run / "config.json"), World.from_environment())
     inputs.loader.close()
+    facts = next((path for folder in folders_of(model) if (path := folder / "training.json").is_file()), None)
+    trained_with = None if facts is None else read_json(facts).get("val_fingerprint")
+    if trained_with not in (None, inputs.validation.fingerprint):
+        warnings.warn(
+            f"the validation tokens are not those that {run} was trained with: their sha256 is "
+            f"{inputs.validation.fingerprint[:16]}, and {facts} records {trained_with[:16]}; results do not compare "
+            "with the curve of the run",
+            stacklevel=2,
+        )
     windows = torch.cat(list(inputs.validation.batches(1024))).long()
     stream = torch.cat([windows[0, :1], windows[:, 1:].flatten()])
     return stream, inputs.validation.seq if seq is None else seq, f"validation tokens of {run}"

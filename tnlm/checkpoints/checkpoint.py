@@ -4,6 +4,7 @@ Loading converts every published layout exactly, or raises an error. Saving is a
 whole new one.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from torch import Tensor
 from tnlm.checkpoints import layouts, weightfiles
 from tnlm.checkpoints.card import model_card
 from tnlm.checkpoints.layouts import Layout, Table, to_published
-from tnlm.checkpoints.local import MANIFEST, MARKER, Found, is_own_weights, is_run, read_manifest
+from tnlm.checkpoints.local import HISTORY, MANIFEST, MARKER, Found, is_own_weights, is_run, read_manifest
 from tnlm.checkpoints.resolve import find_model, locate
 from tnlm.checkpoints.weightfiles import Stored, count_nonfinite, list_names
 from tnlm.config import ModelConfig
@@ -238,9 +239,9 @@ def _describe(
     block = layout.block
     if stored.config is not None:
         raw, source = stored.config, f"config in {found.weights}"
-    elif found.config is not None:
-        raw, source = read_json(found.config), str(found.config)
-        block = "config" if found.config.name == "history.json" else block
+    elif found.configs:
+        raw, source = _read_json(found.configs[0]), str(found.configs[0])
+        block = "config" if found.configs[0].name == HISTORY else block
     elif overrides:
         raw, source, block = {}, "overrides", None
     else:
@@ -252,6 +253,8 @@ def _describe(
         if not isinstance(raw.get(block), dict):
             raise ValueError(f"{source} must hold a block {block!r}, got the keys {', '.join(raw) or 'none'}")
         raw, source = raw[block], f"{source}, block {block}"
+    if stored.config is None:
+        _check_other_configs(found, layout, raw, source, overrides)
     replaced = sorted(key for key in overrides if key in raw and raw[key] != overrides[key])
     if replaced:
         changes = ", ".join(f"{key}={raw[key]!r} by {overrides[key]!r}" for key in replaced)
@@ -263,6 +266,31 @@ def _describe(
     if found.entry is not None:
         found.entry.check(config, label=found.label)
     return layout, config, raw
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a config, or in a history, whose losses may be NaN."""
+    return read_json(path, nan=path.name == HISTORY)
+
+
+def _check_other_configs(
+    found: Found, layout: Layout, raw: Mapping[str, Any], source: str, overrides: Mapping[str, Any]
+) -> None:
+    """Refuse other config files that describe another architecture, unless overrides decide what differs."""
+    if layout.differences is None:
+        return
+    for path in found.configs[1:]:
+        other: Any = None
+        with contextlib.suppress(ValueError):  # a file that is no JSON object describes nothing
+            other = _read_json(path)
+            other = other.get("config") if path.name == HISTORY else other
+        if not isinstance(other, Mapping):
+            continue
+        if keys := [key for key in layout.differences(raw, other) if key not in overrides]:
+            differing = ", ".join(f"{key}={raw[key]!r} and {other[key]!r}" for key in keys)
+            raise ValueError(
+                f"{source} and {path} describe different models: {differing}. Delete one, or decide with overrides="
+            )
 
 
 def _convert(

@@ -26,6 +26,8 @@ WEIGHTS = (
     "model.pt",
 )
 """Names of weight files that are looked for in a folder, in this order."""
+HISTORY = "history.json"
+"""Losses of a cycle toy, whose entry ``config`` describes the model."""
 MARKER = "COMPLETE"
 """Last file of a training checkpoint: a JSON object with ``sizes`` and ``sha256`` of every other file, by name."""
 MANIFEST = "MANIFEST.json"
@@ -40,8 +42,8 @@ class Found:
     """The files of one model."""
 
     weights: Path
-    config: Path | None
-    """The JSON file that describes the model; None if only the weight file itself can."""
+    configs: tuple[Path, ...]
+    """JSON files that describe the model: the first is read, the others must agree; none if the weight file does."""
     label: str
     """Name of the model in errors: the path given, or ``repo@revision``."""
     source: dict[str, Any] = field(default_factory=dict)
@@ -61,16 +63,16 @@ def find_local(path: Path, *, label: str | None = None) -> Found:
     label = label or str(path)
     if path.is_file():
         _check_complete(path.parent)
-        return Found(path, _config_beside(path), label, {"path": str(path)})
+        return Found(path, tuple(_configs_beside(path)), label, {"path": str(path)})
     checkpoints = [p for p in (path / "checkpoints").glob("*") if p.is_dir() and _STEP_FOLDER.fullmatch(p.name)]
     files = files_in(path)
     if checkpoints and not any(name in files for name in WEIGHTS):
         return find_local(_newest_complete(path, checkpoints))
     _check_complete(path)
     weights, *rivals = _weights_in(path, files)
-    return Found(
-        weights, files.get("config.json") or _config_beside(weights), label, {"path": str(path)}, tuple(rivals)
-    )
+    own = [files["config.json"]] if "config.json" in files else []
+    configs = tuple(dict.fromkeys([*own, *_configs_beside(weights)]))
+    return Found(weights, configs, label, {"path": str(path)}, tuple(rivals))
 
 
 def files_in(folder: Path) -> dict[str, Path]:
@@ -168,11 +170,11 @@ def _weights_in(folder: Path, files: Mapping[str, Path]) -> list[Path]:
     )
 
 
-def _config_beside(weights: Path) -> Path | None:
+def _configs_beside(weights: Path) -> list[Path]:
     """``config.json`` beside the weights or above ``checkpoints/``; ``history.json`` of the cycle toys."""
     folders = [weights.parent, *([weights.parent.parent] if weights.parent.name == "checkpoints" else [])]
-    candidates = [folder / name for folder in folders for name in ("config.json", "history.json")]
-    return next((p for p in candidates if p.is_file()), None)
+    candidates = [folder / name for folder in folders for name in ("config.json", HISTORY)]
+    return [p for p in candidates if p.is_file()]
 
 
 def _newest_complete(run: Path, checkpoints: list[Path]) -> Path:

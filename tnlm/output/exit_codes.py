@@ -44,8 +44,8 @@ def exit_code_of(error: BaseException, *, os_error: ExitCode = ExitCode.USAGE) -
         return ExitCode.INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return ExitCode.UNREAD
-    if isinstance(error, ValueError):
-        return ExitCode.USAGE
+    if isinstance(error, ValueError | IsADirectoryError | NotADirectoryError | FileExistsError):
+        return ExitCode.USAGE  # a folder where a file must be, or the reverse, is no fault of the disk
     if isinstance(error, OSError):
         return os_error
     return None

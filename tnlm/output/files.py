@@ -83,7 +83,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, nan: bool = False) -> dict[str, Any]:
     """The JSON object in a file, read as :func:`parse_json` does.
 
     Raises:
@@ -91,16 +91,19 @@ def read_json(path: Path) -> dict[str, Any]:
         OSError: The file cannot be read.
     """
     try:
-        return parse_json(path.read_bytes())
+        return parse_json(path.read_bytes(), nan=nan)
     except ValueError as error:
         raise ValueError(f"{path} must hold one JSON object: {error}") from None
 
 
-def parse_json(text: bytes) -> dict[str, Any]:
+def parse_json(text: bytes, *, nan: bool = False) -> dict[str, Any]:
     """A JSON object from UTF-8 text, read strictly: a byte-order mark is allowed, a repeated key or NaN is not.
 
+    Args:
+        nan: Allow NaN and Infinity, which Python writes for such losses although they are no JSON.
+
     Raises:
-        ValueError: The text is no JSON, no object, repeats a key, or holds NaN or Infinity.
+        ValueError: The text is no JSON, no object, repeats a key, or holds NaN or Infinity that are not allowed.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON number")
 
-    value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse)
+    value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=None if nan else refuse)
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}")
     return value

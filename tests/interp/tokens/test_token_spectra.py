@@ -138,6 +138,19 @@ def test_a_block_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert torch.equal(resumed.values, vocab_eigs(net, 0, k=2, progress=False).values)
 
 
+@pytest.mark.user_error
+@pytest.mark.parametrize("kept", [0, 5, 100, -1])
+def test_a_damaged_block_is_named(tmp_path, kept):
+    net = make_net()
+    vocab_eigs(net, 0, k=2, block=20, folder=tmp_path, progress=False)
+    path = sorted(tmp_path.iterdir())[1]
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=rf"{path.name} must hold a finished block, but is damaged .*; delete it"):
+        vocab_eigs(net, 0, k=2, block=20, folder=tmp_path, progress=False)
+    path.unlink()
+    vocab_eigs(net, 0, k=2, block=20, folder=tmp_path, progress=False)
+
+
 def test_progress_goes_to_stderr(capsys):
     vocab_eigs(make_net(), 0, k=1, block=20)
     assert capsys.readouterr().out == ""

@@ -93,8 +93,8 @@ def test_nothing_is_left_of_a_call_that_failed(tmp_path, bpe):
     damaged.write_text(source.read_text() + "no JSON\n")
 
     def interrupt(documents, tokens):
-        assert sorted(p.name for p in out.iterdir()) == [".lock", ".tokenize.part"]
-        assert list((out / ".tokenize.part").glob("train_*.bin"))
+        assert sorted(p.name for p in out.iterdir()) == [".lock", ".unfinished"]
+        assert list((out / ".unfinished").glob("train_*.bin"))
         with pytest.raises(ValueError, match=r"out is in use by process \d+ on .*, since "):
             tokenize.tokenize_files([source], out, bpe, shard_tokens=500, val_tokens=500)
         raise KeyboardInterrupt
@@ -103,8 +103,8 @@ def test_nothing_is_left_of_a_call_that_failed(tmp_path, bpe):
         with pytest.raises(error):
             tokenize.tokenize_files(sources, out, bpe, shard_tokens=500, val_tokens=500, progress=progress)
         assert list(out.iterdir()) == []
-    (out / ".tokenize.part").mkdir()  # as a kill leaves it
-    (out / ".tokenize.part" / "train_000009.bin").touch()
+    (out / ".unfinished").mkdir()  # as a kill leaves it
+    (out / ".unfinished" / "train_000009.bin").touch()
     tokenize.tokenize_files([source], out, bpe, shard_tokens=100_000, val_tokens=500)
     assert sorted(p.name for p in out.iterdir()) == [
         "dataset.json",

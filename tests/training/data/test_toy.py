@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.kills import killed_after
 from tnlm.training.data import shards, toy
 
 
@@ -50,3 +51,46 @@ def test_a_folder_with_shards_is_left_alone(tmp_path):
     shards.write_shard(tmp_path / "train_000001.bin", [1])
     with pytest.raises(ValueError, match="must hold no shards yet"):
         toy.write_cycles(tmp_path)
+
+
+def test_validation_sequences_that_are_trained_on_are_counted(tmp_path):
+    train, val = (toy.cycles(n, seq=7, d_vocab=5, period=(3, 4), seed=seed) for n, seed in ((30, 0), (20, 1)))
+    repeated = sum((train == row).all(1).any() for row in val)
+    assert 0 < repeated < 20
+    message = rf"^{repeated} of the 20 validation sequences also .*: 5 tokens have only 60 cycles of period 3; take"
+    with pytest.warns(UserWarning, match=message):
+        toy.write_cycles(tmp_path, seq=7, d_vocab=5, period=(3, 4), train_sequences=30, val_sequences=20)
+
+
+SIZES = {"seq": 9, "d_vocab": 50, "period": 8, "val_sequences": 3}
+
+
+def test_a_kill_at_any_moment_leaves_all_shards_or_a_folder_to_start_anew(tmp_path):
+    expected = None
+    for changes in range(200):
+        out = tmp_path / str(changes)
+        with killed_after(changes) as died:
+            toy.write_cycles(out, train_sequences=20, **SIZES)
+        if not died[0]:
+            break
+        whole = (out / "val_000000.bin").exists()
+        if whole:
+            assert shards.check_data(out)["train_tokens"] == 20 * 9 + 1
+        else:
+            toy.write_cycles(out, train_sequences=10, **SIZES)
+            assert shards.check_data(out)["train_tokens"] == 10 * 9 + 1
+            expected = {p.name for p in out.iterdir()}
+            assert expected == {"dataset.json", "train_000001.bin", "val_000000.bin"}
+    assert changes > 8
+    assert expected is not None
+    assert {p.name for p in out.iterdir()} == expected
+
+
+@pytest.mark.user_error
+def test_two_processes_do_not_write_one_folder(tmp_path):
+    with (
+        shards.all_or_none(tmp_path),
+        pytest.raises(ValueError, match=r"is in use by process \d+"),
+    ):
+        toy.write_cycles(tmp_path, train_sequences=20, **SIZES)
+    toy.write_cycles(tmp_path, train_sequences=20, **SIZES)

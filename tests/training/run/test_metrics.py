@@ -157,3 +157,9 @@ def test_failing_tracker_is_reported_once_and_dropped(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "trackio", None)
     Tracking("trackio", project="tnlm", run="r", config={})
     assert "tracking stopped: ModuleNotFoundError" in capsys.readouterr().err
+
+
+@pytest.mark.user_error
+def test_a_folder_is_no_log(tmp_path):
+    with pytest.raises(ValueError, match=r"must be a file, but is a folder; rename or remove it"):
+        read_metrics(tmp_path)

@@ -142,12 +142,17 @@ def test_signal_saves_and_says_so(number, tmp_path, monkeypatch):
     whole = small_config(tmp_path, "whole")
     quietly(whole)
     config = small_config(tmp_path)
-    handler = signal.getsignal(number)
+    before = signal.signal(number, signal.SIG_DFL)  # nohup and background jobs ignore some
     stop_at(monkeypatch, 9, lambda: signal.raise_signal(number))
-    with pytest.raises(Interrupted, match=r"stopped at step 10: .*step_000010; the same command resumes") as stopped:
-        quietly(config)
-    assert stopped.value.number == number
-    assert signal.getsignal(number) == handler
+    try:
+        with pytest.raises(
+            Interrupted, match=r"stopped at step 10: .*step_000010; the same command resumes"
+        ) as stopped:
+            quietly(config)
+        assert stopped.value.number == number
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
     quietly(config)
     saves = [e["step"] for e in read_metrics(config.folder / "metrics.jsonl") if e["kind"] == "save"]
     assert saves == [4, 8, 10, 12, 16, 20]

@@ -1,5 +1,6 @@
 """Tools to describe a published layout: a strict reader of its config, and a table that maps its tensors to ours."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ class Layout:
         read_config: ``(fields of its config, shapes by key, attention asked for) -> ModelConfig``.
         make_table: ``(config, its config as read, shapes by key) -> Table``.
         block: Entry of its config that describes the model; None for all of it.
+        differences: ``(config, another of the same weights) -> keys in both that describe the architecture and
+            differ``; None where the config lies in one file.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Layout:
     read_config: Callable[[Mapping[str, Any], Shapes, str, str | None], ModelConfig]
     make_table: Callable[[ModelConfig, Mapping[str, Any], Shapes], "Table"]
     block: str | None = None
+    differences: Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]] | None = None
 
     def recognises(self, keys: Sequence[str]) -> bool:
         """Whether a state dict with these keys is in this layout."""
@@ -168,10 +172,10 @@ class Fields:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A number, as float."""
+        """A finite number, as float."""
         value = self.raw.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{self.source}: {key} must be a number, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{self.source}: {key} must be a finite number, got {value!r}")
         return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:

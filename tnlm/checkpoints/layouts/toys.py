@@ -10,8 +10,18 @@ import torch
 from torch import Tensor
 
 from tnlm.checkpoints.layouts.published import check_asked
-from tnlm.checkpoints.layouts.table import Fields, Layout, Shapes, Table, chain, flip_rotation, rows_of, scale
-from tnlm.config import ModelConfig
+from tnlm.checkpoints.layouts.table import (
+    BOOKKEEPING,
+    Fields,
+    Layout,
+    Shapes,
+    Table,
+    chain,
+    flip_rotation,
+    rows_of,
+    scale,
+)
+from tnlm.config import METADATA_KEYS, ModelConfig
 
 PURE = {
     "norm": "none",
@@ -24,6 +34,8 @@ PURE = {
     "mlp_bias": False,
 }
 """Fields of ModelConfig that these layouts share unless they set them: no norm, softcap, mixing or bias."""
+
+_CYCLE_BOOKKEEPING = "topology variant qdist localmix stutter_p"
 
 ENERGY_EPS = 1e-6
 """Added to ``final_norm.running_mean_energy`` (tdooms/tensor-similarity at bc914a4)."""
@@ -78,7 +90,7 @@ def read_cycle(raw: Mapping[str, Any], shapes: Shapes, source: str, attention: s
         required="spec d_model n_head" if listed else "n_layer d_model",
         optional=f"n_ctx scale norm residual attention {own}",
         ignored="n_params",
-        bookkeeping="topology variant qdist localmix stutter_p",
+        bookkeeping=_CYCLE_BOOKKEEPING,
     )
     if listed:
         _check_spec(fields, shapes)
@@ -123,6 +135,13 @@ def cycle_table(config: ModelConfig, raw: Mapping[str, Any], shapes: Shapes) -> 
     table, left = _fold(_layers(_as_read(raw)), config)
     table.add("unembed.w_u", "head.weight", (config.d_vocab, config.d_model), scale(left))
     return table
+
+
+def cycle_differences(raw: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Keys of two configs that are in both, describe the architecture, and are read differently."""
+    described = raw.keys() & other.keys() - {*METADATA_KEYS, *BOOKKEEPING, *_CYCLE_BOOKKEEPING.split()}
+    read, other_read = _as_read(raw), _as_read(other)
+    return sorted(key for key in described if read[key] != other_read[key])
 
 
 def _as_read(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,5 +303,11 @@ TWO_LAYER = Layout(
     two_layer_table,
     block="model",
 )
-CYCLE = Layout("cycle", (r"embed\.weight", r"layers\.0\.(q1|L)\.weight", r"head\.weight"), read_cycle, cycle_table)
+CYCLE = Layout(
+    "cycle",
+    (r"embed\.weight", r"layers\.0\.(q1|L)\.weight", r"head\.weight"),
+    read_cycle,
+    cycle_table,
+    differences=cycle_differences,
+)
 TOY = Layout("toy", (r"embed\.weight", r"layers\.0\.(attn\.)?c_q\.weight", r"head\.weight"), read_toy, toy_table)

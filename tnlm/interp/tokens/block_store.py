@@ -15,7 +15,7 @@ class BlockStore:
     """Finished blocks of eigenpairs in a folder, one file each.
 
     A file is written whole or not at all, and holds a digest of the weights and settings that it was computed from.
-    Loading a block of other weights or settings is a ValueError.
+    Loading a damaged block, or one of other weights or settings, is a ValueError.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], weights: tuple[Tensor, ...]) -> None:
@@ -32,17 +32,20 @@ class BlockStore:
 
     def load(self, start: int) -> Eig | None:
         """The block that starts at token ``start``, or None where there is no file of it yet."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         path = self._path(start)
         if not path.exists():
             return None
-        with safe_open(path, "pt", device=str(self.device)) as file:
-            if (file.metadata() or {}).get("key") != self.key:
-                raise ValueError(
-                    f"{path} holds a block of other weights, tokens or settings; pass an empty folder, or delete it"
-                )
-            return Eig(*(file.get_tensor(name) for name in Eig._fields))
+        try:
+            with safe_open(path, "pt", device=str(self.device)) as file:
+                if (file.metadata() or {}).get("key") != self.key:
+                    raise ValueError(
+                        f"{path} holds a block of other weights, tokens or settings; pass an empty folder, or delete it"
+                    )
+                return Eig(*(file.get_tensor(name) for name in Eig._fields))
+        except SafetensorError as error:
+            raise ValueError(f"{path} must hold a finished block, but is damaged ({error}); delete it") from error
 
     def save(self, start: int, part: Eig) -> None:
         """Write the block that starts at token ``start``."""

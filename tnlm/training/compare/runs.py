@@ -226,7 +226,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         ValueError: It is missing or damaged.
     """
     if not path.is_file():
-        raise ValueError(f"run {path.parent} must hold metrics.jsonl, but there is none")
+        raise ValueError(f"run {path.parent} must hold the file metrics.jsonl, but there is none")
     return read_metrics(path)
 
 

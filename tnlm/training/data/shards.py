@@ -7,12 +7,14 @@ layout is a ``ValueError`` with its path and what was expected and found. :func:
 :func:`check_shard` every id; training checks the ids of each batch (``TokenStream.refuse_ids`` in ``stream.py``).
 """
 
+import contextlib
 import filecmp
 import glob
 import hashlib
 import json
 import os
 import re
+import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from tnlm.output.files import read_json, replacing, write_atomically
+from tnlm.output.files import lock, read_json, replacing, write_atomically
 
 MAGIC = 20240520
 VERSION = 1
@@ -330,6 +332,39 @@ def refuse_id(ids: np.ndarray, d_vocab: int, path: str | os.PathLike, start: int
     """Raise ``ValueError`` for the first id of ``ids`` outside the vocabulary; ``start`` is the place of ``ids[0]``."""
     place = int(np.argmax(ids >= d_vocab))
     raise ValueError(f"id {ids[place]} >= vocab {d_vocab} in {path} at token {start + place}")
+
+
+@contextlib.contextmanager
+def all_or_none(out: str | os.PathLike) -> Iterator[Path]:
+    """Context manager that fills a data folder: gives a subfolder to write to, whose files move to ``out`` at the end.
+
+    If the block fails or is killed, ``out`` has no shards. ``out`` is locked meanwhile. After a kill while the files
+    move, the next call removes those that had moved.
+
+    Raises:
+        ValueError: ``out`` holds shards, or another process writes to it.
+    """
+    out = Path(out)
+    part, whole = out / ".unfinished", out / ".moving"
+    out.mkdir(parents=True, exist_ok=True)
+    with lock(out / ".lock", what=str(out)):
+        if whole.exists() and any(whole.iterdir()):
+            for path in out.glob("*.bin"):
+                path.unlink()
+        shutil.rmtree(whole, ignore_errors=True)
+        if held := sorted(p.name for p in out.glob("*.bin")):
+            raise ValueError(f"{out} must hold no shards yet, got {held[:5]}; remove them or choose another folder")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        try:
+            yield part
+            part.rename(whole)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        # The validation shard comes last: without it nothing trains on a part of the data
+        for path in sorted(whole.iterdir()):
+            path.replace(out / path.name)
+        whole.rmdir()
 
 
 def write_sidecar(folder: str | os.PathLike, **facts: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from tnlm.output.files import lock
 from tnlm.text.tokenizer import Tokenizer
 from tnlm.training.data import shards
 
@@ -152,18 +150,15 @@ def tokenize_files(
     Raises:
         ValueError: ``out`` already holds shards, a source is damaged, or all text is within the validation shard.
     """
-    out = Path(out)
     if not 1 <= shard_tokens <= 2**31 - 1 or val_tokens < 1 or processes < 1:
         raise ValueError(
             "shard_tokens must be in [1, 2**31 - 1], val_tokens and processes at least 1, got "
             f"{shard_tokens}, {val_tokens}, {processes}"
         )
-    if held := sorted(p.name for p in out.glob("*.bin")):
-        raise ValueError(f"{out} must hold no shards yet, got {held[:5]}; remove them or choose another folder")
     documents = itertools.chain.from_iterable(
         read_documents(source, field=field, separator=separator, stdin=stdin) for source in sources
     )
-    with _folder_of_parts(out) as folder:
+    with shards.all_or_none(out) as folder:
         writer = _SplitWriter(folder, shard_tokens=shard_tokens, val_tokens=val_tokens)
         with contextlib.closing(_encoded(documents, tokenizer, processes)) as encoded:
             for ids, text_bytes in encoded:
@@ -174,26 +169,6 @@ def tokenize_files(
         if progress is not None:
             progress(writer.documents, writer.tokens)
         return write_facts(folder, tokenizer, source=[Path(s).name for s in sources], splits=splits)
-
-
-@contextlib.contextmanager
-def _folder_of_parts(out: Path) -> Iterator[Path]:
-    """A folder within ``out`` whose files move up at the end, the sidecar first; removed when anything goes wrong.
-
-    Of two processes that write into ``out`` at once, the second is refused with a ValueError.
-    """
-    part = out / ".tokenize.part"
-    out.mkdir(parents=True, exist_ok=True)
-    with lock(out / ".lock", what=str(out)):
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        try:
-            yield part
-            # The validation shard comes last: without it nothing trains on a part of the data
-            for path in sorted(part.iterdir()):
-                os.replace(path, out / path.name)
-        finally:
-            shutil.rmtree(part)
 
 
 class _SplitWriter:

@@ -5,8 +5,9 @@ the second repetition on the next token is certain, and the mechanism that predi
 followed this one before: induction), so it is the smallest language for checking an interpretation.
 """
 
+import math
 import os
-from pathlib import Path
+import warnings
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def write_cycles(
     val_sequences: int = 1_000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Write cycles as shards ``train_000001.bin`` and ``val_000000.bin`` with a sidecar.
+    """Write cycles as shards ``train_000001.bin`` and ``val_000000.bin`` with a sidecar: all of them, or none.
 
     A training window has ``seq + 1`` tokens and overlaps the next by one, so train with ``n_ctx = seq``: each
     window is then one sequence and the first token of the next, which nothing predicts (a share 1/seq of the loss).
@@ -55,22 +56,30 @@ def write_cycles(
         The sidecar.
 
     Raises:
-        ValueError: The periods do not fit, or ``out`` holds other shards.
+        ValueError: The periods do not fit, ``out`` holds other shards, or another process writes to it.
+
+    Warns:
+        UserWarning: Validation sequences that occur in training as well, with their number.
     """
-    out = Path(out)
-    if held := sorted(p.name for p in out.glob("*.bin")):
-        raise ValueError(f"{out} must hold no shards yet, got {held[:5]}; remove them or choose another folder")
-    splits = {}
-    for name, split, n, stream in (
-        ("train_000001.bin", "train", train_sequences, 0),
-        ("val_000000.bin", "val", val_sequences, 1),
-    ):
-        sequences = cycles(n, seq=seq, d_vocab=d_vocab, period=period, seed=2 * seed + stream)
-        # one more token closes the last window
-        tokens = np.append(sequences.reshape(-1), sequences[0, 0])
-        out.mkdir(parents=True, exist_ok=True)
-        shards.write_shard(out / name, tokens)
-        splits[split] = {"tokens": len(tokens), "documents": n}
     low, high = (period, period) if isinstance(period, int) else period
-    facts = {"task": "cycles", "seq": seq, "period": [low, high], "seed": seed}
-    return shards.write_sidecar(out, d_vocab=d_vocab, eot=None, tokenizer=None, source=facts, splits=splits)
+    train, val = (
+        cycles(n, seq=seq, d_vocab=d_vocab, period=(low, high), seed=2 * seed + stream)
+        for stream, n in enumerate((train_sequences, val_sequences))
+    )
+    trained = {row.tobytes() for row in train}
+    if repeated := sum(row.tobytes() in trained for row in val):
+        warnings.warn(
+            f"{repeated:,} of the {val_sequences:,} validation sequences also occur in training, so their loss may be "
+            f"memorised: {d_vocab} tokens have only {math.perm(d_vocab, low):,} cycles of period {low}; take a larger "
+            "vocabulary, longer periods or fewer training sequences",
+            stacklevel=2,
+        )
+    splits = {}
+    with shards.all_or_none(out) as folder:
+        for name, split, sequences in (("train_000001.bin", "train", train), ("val_000000.bin", "val", val)):
+            # one more token closes the last window
+            tokens = np.append(sequences.reshape(-1), sequences[0, 0])
+            shards.write_shard(folder / name, tokens)
+            splits[split] = {"tokens": len(tokens), "documents": len(sequences)}
+        facts = {"task": "cycles", "seq": seq, "period": [low, high], "seed": seed}
+        return shards.write_sidecar(folder, d_vocab=d_vocab, eot=None, tokenizer=None, source=facts, splits=splits)

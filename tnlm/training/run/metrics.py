@@ -91,8 +91,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read all events of a ``metrics.jsonl``; a last line cut short by a kill is left out.
 
     Raises:
-        ValueError: Another line is no event; names it.
+        ValueError: Another line is no event (names it), or the path is a folder.
     """
+    if path.is_dir():
+        raise ValueError(f"{path} must be a file, but is a folder; rename or remove it")
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     events = []
     for number, line in enumerate(lines, start=1):

@@ -53,16 +53,27 @@ def run_lock(config: TrainConfig, world: World) -> Iterator[None]:
     """Make the run folder and hold its lock file on rank 0; every rank raises if another process holds it.
 
     Raises:
-        ValueError: Another process trains in the folder; names process, host and start.
+        ValueError: Another process trains in the folder (names process, host and start), or a folder lies where a file
+            of the run must be, or the reverse.
     """
     with contextlib.ExitStack() as held:
 
         def take() -> None:
+            _check_kinds(config.folder)
             config.folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(lock(config.folder / ".lock", what=f"the run folder {config.folder}"))
 
         on_main(take, world)
         yield
+
+
+def _check_kinds(folder: Path) -> None:
+    files = [folder / name for name in (".lock", "config.json", "metrics.jsonl", "latest")]
+    folders = [folder, folder / "checkpoints"]
+    wrong = [f"{path} must be a file, but is a folder" for path in files if path.is_dir()]
+    wrong += [f"{path} must be a folder, but is a file" for path in folders if path.is_file()]
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong)}; rename or remove it, or choose another --out")
 
 
 def claim_folder(config: TrainConfig) -> None:
