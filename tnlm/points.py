@@ -24,8 +24,8 @@ class Point(nn.Identity):
 
     A hook that edits its copy in place, or returns another tensor, changes the value that leaves this point and nothing
     else: neither tensors of other parts of the model nor those that other hooks have kept. The same is true of
-    gradients in backward hooks. Without hooks nothing is copied. Hooks on modules that are no points are torch's own: they get the
-    model's tensors, and should return a new one.
+    gradients in backward hooks. Without hooks nothing is copied. Hooks on modules that are no points are torch's own:
+    they get the model's tensors, and should return a new one.
 
     Raises:
         ValueError: In the forward or the backward, if a hook returns a value of another shape, dtype or device.
