@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def launch(folder: Path, out: Path) -> subprocess.Popen[str]:
     """Two ranks under torchrun that train until they are stopped."""
     data = folder / "data"
     if not data.exists():
-        write_cycles(data, seq=8, d_vocab=16, period=(2, 4), train_sequences=100_000, val_sequences=20)
+        with warnings.catch_warnings(action="ignore"):  # that validation repeats training does not matter here
+            write_cycles(data, seq=8, d_vocab=16, period=(2, 4), train_sequences=100_000, val_sequences=20)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     run = ["-m", "tnlm.training.cli", "run", "--data", str(data), "--tokenizer", "none", "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

@@ -1,5 +1,7 @@
 """Layers and whole models of the polynomial kinds as tensor networks (`Network`).
 
+The formula of the attention pattern is in ``Attention._pattern``, and for the kernels in ``kernels/eager.py``.
+
 A product of tensors has one degree in each of its inputs; a transformer does not: biases are of degree 0, the residual
 of degree 1, attention of degree 5. Therefore every vector is held with a constant in front, ``(1, x)``, and
 

@@ -1,6 +1,7 @@
 """Loading and saving of models.
 
-Loading converts every published layout exactly, or raises an error. Saving is atomic: it leaves the old model or the
+Loading converts every published layout exactly, or raises an error: a key that is missing, unexpected or of another
+shape is a ValueError (``Table.check`` in ``layouts/table.py``). Saving is atomic: it leaves the old model or the
 whole new one.
 """
 

@@ -643,7 +643,7 @@ class TestRunFolders:
         with pytest.raises(ValueError, match=r"metrics.jsonl line 1 must be a JSON object with kind, step"):
             load_run(folder)
         metrics.unlink()
-        with pytest.raises(ValueError, match=r"must hold metrics.jsonl"):
+        with pytest.raises(ValueError, match=r"must hold the file metrics\.jsonl"):
             load_run(folder)
         (folder / "config.json").write_text('{"seed": 1}')
         with pytest.raises(ValueError, match="missing batch, micro_batch, model, steps"):
