@@ -87,6 +87,51 @@ def test_token_rows_are_normed_and_padding_is_known():
     assert len(net.tokens) == 9
 
 
+def test_layers_know_where_their_inputs_live():
+    assert extract(make()).mlp[1].domain == "sphere"
+    assert extract(make(pure=True)).mlp[1].domain == "space"
+
+
+def test_the_centred_unembedding_leaves_padding_out_and_weighs_tokens():
+    net = extract(make(d_vocab_used=9))
+    rows = net.unembed[:9]
+    assert_close(net.unembed_centred(), rows - rows.sum(0) / 9, scale=rows.abs().max())
+    counts = torch.tensor([3, 0, 1, 0, 0, 0, 0, 0, 4])
+    mean = (3 * rows[0] + rows[2] + 4 * rows[8]) / 8
+    assert_close(net.unembed_centred(counts), rows - mean, scale=rows.abs().max())
+
+
+def test_rows_that_point_the_same_way_are_one_group():
+    model = make(d_vocab_used=9)
+    w_u = model.unembed.w_u.data
+    mean = w_u[:9].mean(0)
+    ray = w_u[2] - mean
+    # 5 and 7 on the ray of 2; 8 opposite, which also keeps the mean where it was
+    w_u[5], w_u[7], w_u[8] = mean + 2 * ray, mean + 0.5 * ray, mean - 3.5 * ray
+    w_u[1] = mean - (w_u[[0, 3, 4, 6]] - mean).sum(0) - ray
+    groups = extract(model).parallel_tokens()
+    assert groups.tolist() == [0, 1, 2, 3, 4, 2, 6, 2, 8]
+    equal = torch.ones(9, 30, dtype=torch.float64) * torch.arange(9)[:, None].double()
+    model.unembed.w_u.data[:9] = equal
+    assert extract(model).parallel_tokens().tolist() == [0, 0, 0, 0, 4, 5, 5, 5, 5]  # row 4 is the mean, so zero
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "weights, text",
+    [
+        (torch.ones(11), r"one number per token, shape \(9,\), got \(11,\)"),
+        ([1.0] * 9, "one number per token, .* got list"),
+        (-torch.ones(9), "at least 0 and not all 0"),
+        (torch.zeros(9), "at least 0 and not all 0"),
+        (torch.full((9,), torch.nan), "weights must be finite"),
+    ],
+)
+def test_weights_that_weigh_nothing_are_refused(weights, text):
+    with pytest.raises(ValueError, match=text):
+        extract(make(d_vocab_used=9)).unembed_centred(weights)
+
+
 @pytest.mark.user_error
 @pytest.mark.parametrize("mlp", ["swiglu", "relu2", "gelu"])
 def test_mlps_that_are_no_polynomials_say_so(mlp):

@@ -13,8 +13,9 @@ from torch import Tensor
 from tnlm.attention import Attention
 from tnlm.config import POLYNOMIAL_MLPS, ModelConfig
 from tnlm.interp.contraction import contract
-from tnlm.interp.layers.bilinear import BilinearTensor
+from tnlm.interp.layers.bilinear import BilinearTensor, Domain
 from tnlm.interp.layers.heads import BilinearHead
+from tnlm.interp.vocabulary import centred, parallel_groups
 from tnlm.points import is_point, record
 from tnlm.rotary import rotary_frequencies
 from tnlm.transformer import Transformer
@@ -115,6 +116,30 @@ class Extracted:
         """Ids that only pad the vocabulary; rankings leave them out."""
         return range(self.config.d_vocab_used, self.config.d_vocab)
 
+    def unembed_centred(
+        self, weights: Float[Tensor, " d_vocab_used"] | None = None
+    ) -> Float[Tensor, "d_vocab_used d_model"]:
+        """Rows of the unembedding of the ids in use, minus their mean.
+
+        One vector added to every row shifts all logits alike. Without a softcap no probability sees that, so the
+        centred rows are fixed by the model; before a softcap centring is a convention.
+
+        Args:
+            weights: Of the tokens in the mean, at least 0, such as how often each occurs; uniform by default.
+        """
+        return centred(self.unembed[: len(self.tokens)], weights)
+
+    def parallel_tokens(self, cosine: float = 0.999) -> Int[Tensor, " d_vocab_used"]:
+        """Smallest id whose centred unembedding row points the same way, for every id in use.
+
+        Tokens that training never shows are pushed alike and end up parallel, so lists of strongest tokens fill with
+        them; ``parallel_tokens().unique()`` has one id of each group. Costs ``d_vocab_used**2 d_model`` flop.
+
+        Args:
+            cosine: At least that of two rows which count as parallel.
+        """
+        return parallel_groups(self.unembed_centred(), cosine)
+
     def check_prompt(self, what: str, tokens: Int[Tensor, " seq"], **ids: int | None) -> None:
         """Raise ValueError unless ``tokens`` are one prompt of this model and ``ids`` are tokens of text or None."""
         if not isinstance(tokens, Tensor):
@@ -157,7 +182,9 @@ class Extracted:
         mlp = self.model.blocks[layer].mlp
         w_l = self.cast(mlp.w_l)
         w_r = w_l if mlp.w_r is None else self.cast(mlp.w_r)
-        return BilinearTensor(w_l, w_r, self.cast(mlp.w_d), None if mlp.bias is None else self.cast(mlp.bias))
+        bias = None if mlp.bias is None else self.cast(mlp.bias)
+        domain: Domain = "sphere" if self.config.norm == "rms" else "space"
+        return BilinearTensor(w_l, w_r, self.cast(mlp.w_d), bias, domain=domain)
 
     @cached_property
     def attention(self) -> "Layers[AttentionLayer]":
