@@ -221,6 +221,11 @@ def test_scores_and_outputs_follow_from_qk_and_ov(attention):
             first_token = torch.einsum("bm,hmn,bn->bh", x[:, 0], qk.AB[i], x[:, 0])
             scale = 2.0 if attention == "softmax" else 4.0
             close(cache[f"blocks.{i}.attn.{name}"][:, :, 0, 0], first_token / scale)
+            parts = ("q1", "k1") if name == "hook_attn_scores" else ("q2", "k2")
+            w_q, w_k = (getattr(hooked.blocks[i].attn, f"w_{part}").view(3, 4, 30) for part in parts)
+            query, key = torch.randn(2, 30, dtype=torch.float64)  # two vectors, or the transpose would pass
+            want = torch.stack([(w_q[h] @ query) @ (w_k[h] @ key) for h in range(3)])
+            close(torch.einsum("m,hmn,n->h", query, qk.AB[i], key), want)
         pattern = cache["pattern", i]
         own = torch.einsum("bhqk,bkm,hmn->bqn", pattern, x, ov[i])
         close(own + torch.einsum("bhqk,bkm,hmn->bqn", pattern, first, ov_first[i]), cache["attn_out", i])
