@@ -248,3 +248,32 @@ class TestComparisonFigure:
         assert texts_of(page, "pre") == [to_text(self.result)]
         assert texts_of(page, "h1") == ["new against old"]
         assert texts_of(page, "p")[0] == self.result.verdict
+
+
+def test_loss_curves_of_two_runs_have_their_names_colours_and_axes(tmp_path):
+    for number, name in enumerate(("first", "second"), start=1):
+        (tmp_path / name).mkdir()
+        events = [{"kind": "train", "step": step, "loss": number * 10 + step} for step in (1, 2, 3)]
+        events.append({"kind": "val", "step": 3, "loss": number, "bits_per_byte": 9.0, "val_tokens": 60})
+        text = "".join(json.dumps(event) + "\n" for event in events)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    figure = plot.loss_curves([tmp_path / "first", tmp_path / "second"], smooth=2, title="Two runs")
+    for number, name in enumerate(("first", "second"), start=1):
+        raw, mean, val = (trace(figure, label) for label in (f"{name} raw", name, f"{name}, validation"))
+        assert [list(t.x) for t in (raw, mean, val)] == [[1, 2, 3], [1, 2, 3], [3]]
+        at = 10 * number
+        assert (list(raw.y), list(mean.y), list(val.y)) == (
+            [at + 1, at + 2, at + 3],
+            [at + 1, at + 1.5, at + 2.5],
+            [number],
+        )
+        assert raw.line.color == mean.line.color == val.marker.color
+        assert (raw.mode, mean.mode, val.mode) == ("lines", "lines", "markers")
+    assert len({t.line.color for t in figure.data if t.mode == "lines"}) == 2
+    layout = figure.layout
+    assert (layout.title.text, layout.xaxis.title.text, layout.yaxis.title.text) == (
+        "Two runs",
+        "steps",
+        "nats per token",
+    )
+    assert layout.xaxis.type == "linear"

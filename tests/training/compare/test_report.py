@@ -311,6 +311,9 @@ def test_the_verdict(x, sigma, said):
     match = re.fullmatch(said, result.verdict)
     assert match
     assert match.groups() in ((), (str(result.seeds_needed),))
+    e1, normal = result.e1, Z + 0.8416212335729143
+    needed = 2 * (normal * sigma / (e1.detail["slope"] * 1000 * e1.value)) ** 2
+    assert result.seeds_needed == max(1, math.ceil(needed))
 
 
 def test_final_losses_at_the_longest_common_horizon():
