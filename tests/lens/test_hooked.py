@@ -636,4 +636,6 @@ def test_generate_goes_through_the_hooks():
 
 def test_the_page_runs():
     page = (Path(__file__).parents[2] / "docs" / "lens.md").read_text()
-    exec(page.split("```python\n")[1].split("```")[0], {})
+    code = page.split("```python\n")[1].split("```")[0]
+    assert "assert " in code, "the page checks itself"
+    exec(code, {})

@@ -618,6 +618,16 @@ class TestRunFolders:
         assert (run.facts["seq"], run.facts["val_tokens"], run.facts["val_fingerprint"]) == (6, 64, "v")
         assert load_run(folder, metric="bits_per_byte").final == 2.0
 
+    def test_a_resumed_run_is_described_by_its_last_start(self, folder):
+        """Its first part ran under other sizes of micro-batches, or another version."""
+        metrics = folder / "metrics.jsonl"
+        start = {**json.loads(metrics.read_text().splitlines()[0]), "kind": "resume", "step": 10}
+        other = {**start, "dtype": "bfloat16", "warmdown_steps": 7, "versions": {"tnlm": "2"}}
+        with metrics.open("a") as file:
+            file.write(json.dumps(other) + "\n")
+        run = load_run(folder)
+        assert (run.facts["dtype"], run.warmdown_steps, run.facts["version"]) == ("bfloat16", 7, {"tnlm": "2"})
+
     def test_branches_name_their_trunk(self, folder, tmp_path):
         config = json.loads((folder / "config.json").read_text())
         config["branched_from"] = str(tmp_path / "trunk" / "checkpoints" / "step_10")
