@@ -117,7 +117,7 @@ def _heads(attn, name: str) -> Tensor | None:
 
 
 def _scale(attn, branch: str, side: str, factors: Tensor) -> None:
-    """Multiply queries (or keys) of every head by ``factors``, ``(n_head,)`` or one for each row, ``(n_head, d_qk)``."""
+    """Multiply queries (or keys) of every head by ``factors``, ``(n_head,)`` or by row, ``(n_head, d_qk)``."""
     for kind in "wb":
         view = _heads(attn, f"{kind}_{side}{branch}")
         if view is not None:
