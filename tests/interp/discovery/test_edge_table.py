@@ -320,7 +320,7 @@ EYE = torch.eye(4).double()
         (lambda: edges([NET]), "net must be an extracted model, got list without config"),
         (lambda: edges(NET, samples=1), "samples must be an integer at least 2"),
         (lambda: edges(NET, token_weights=torch.ones(13)), r"one number per token, shape \(11,\), got \(13,\)"),
-        (lambda: edges(NET, token_weights=torch.eye(11)[0]), "at least 2 tokens that differ and have a weight, got 1"),
+        (lambda: edges(NET, token_weights=torch.eye(11)[0]), "at least 2 tokens must differ and have a weight, got 1"),
         (lambda: edges(NET, max_bytes=100), r"Grams of all writers of shape \(9, 30, 30\) needs 64,800 bytes"),
         (lambda: edges(interp.extract(build(tiny(mlp="swiglu")))), "a swiglu MLP is not polynomial"),
         (lambda: alignment(noise(3), EYE), r"direction must have shape \(\.\.\., 4\), got \(3,\)"),
