@@ -16,19 +16,19 @@ from tnlm.interp.contraction import contract
 from tnlm.interp.layers.bilinear import BilinearTensor, Domain
 from tnlm.interp.layers.heads import BilinearHead
 from tnlm.interp.vocabulary import centred, parallel_groups
-from tnlm.points import is_point, record
 from tnlm.rotary import rotary_frequencies
 from tnlm.transformer import Transformer
 
 T = TypeVar("T")
 
 
-def extract(model_or_id: "Transformer | str | Any", *, dtype: torch.dtype | None = None) -> "Extracted":
+def extract(model_or_id: "Transformer | Extracted | str | Any", *, dtype: torch.dtype | None = None) -> "Extracted":
     """Extract the explicit tensors of a model, as views of its parameters where the dtype allows.
 
     Args:
-        model_or_id: A :class:`tnlm.Transformer`, or anything that :func:`tnlm.load` takes.
-        dtype: Of every tensor; ``None`` keeps the model's, with half precision widened to float32.
+        model_or_id: A :class:`tnlm.Transformer`, anything that :func:`tnlm.load` takes, or what this function returned.
+        dtype: Of every tensor; ``None`` keeps the model's, with half precision widened to float32, and that of an
+            :class:`Extracted`.
 
     Returns:
         The tensors share memory with the model's parameters: an edit in place changes both. Call ``.check(tokens)``
@@ -38,6 +38,8 @@ def extract(model_or_id: "Transformer | str | Any", *, dtype: torch.dtype | None
         ValueError: The object is not a model, or nothing loadable.
     """
     model = model_or_id
+    if isinstance(model, Extracted):
+        return model if dtype is None or dtype == model.dtype else Extracted(model=model.model, dtype=dtype)
     if not isinstance(model, Transformer):
         if isinstance(model, torch.nn.Module) or not isinstance(model, str | os.PathLike):
             raise ValueError(
@@ -176,7 +178,9 @@ class Extracted:
                 "biases on the hidden units (mlp_hidden_bias) make an MLP a form of (1, x), which the analyses of a "
                 "layer do not take; model.blocks[layer].mlp.tensor() has it, and model.network(seq) the whole model"
             )
-        return f"a {self.config.mlp} MLP is not polynomial, so it has no tensor; bilinear and squared ones have"
+        return (
+            f"{', '.join(self.config.why_not_polynomial('mlp'))}, so it has no tensor; bilinear and squared MLPs have"
+        )
 
     def _mlp_layer(self, layer: int) -> BilinearTensor:
         mlp = self.model.blocks[layer].mlp
@@ -222,11 +226,9 @@ class Extracted:
             a = lambda0 * a + lambda1
         return a
 
-    def norms(self, tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
-        """The inverse norms of a run by point: 1 over every ``...hook_scale``, each ``(batch, seq[, n_head], 1)``."""
-        names = [n for n, _ in self.model.named_modules() if is_point(n) and n.endswith("hook_scale")]
-        run = record(self.model, tokens, names)
-        return {name: 1 / self.cast(run[name]) for name in names}
+    def inverse_norms(self, tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
+        """The inverse norms of a run, as :meth:`Transformer.inverse_norms` gives them, in the dtype of this object."""
+        return {name: self.cast(value) for name, value in self.model.inverse_norms(tokens).items()}
 
     def check(self, tokens: Int[Tensor, "batch seq"]) -> float:
         """Largest difference between the tensors' logits and the model's, relative to the largest logit.
@@ -239,7 +241,7 @@ class Extracted:
         Raises:
             ValueError: MLP or attention is no polynomial.
         """
-        logits = contract(self, tokens, self.norms(tokens))
+        logits = contract(self, tokens, self.inverse_norms(tokens))
         with torch.no_grad():
             expected = self.model.pre_softcap(tokens).to(logits.dtype)
         if not logits.numel():

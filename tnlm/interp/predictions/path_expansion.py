@@ -50,11 +50,8 @@ def paths(
         ValueError: A layer is no polynomial, a name is no branch, or more than ``max_forwards`` are needed.
     """
     net = model if isinstance(model, Extracted) else extract(model)
-    if not net.config.layers_polynomial:
-        raise ValueError(
-            f"paths need polynomial layers, got mlp={net.config.mlp!r}, attention={net.config.attention!r}; "
-            "explain takes every kind"
-        )
+    if reasons := net.config.why_not_polynomial("layers"):
+        raise ValueError(f"paths need polynomial layers, but {', '.join(reasons)}; explain takes every kind")
     net.check_prompt("paths", tokens, target=target)
     if len(set(branches)) != len(branches):
         raise ValueError(f"branches must differ, got {list(branches)}")
