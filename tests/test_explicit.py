@@ -255,13 +255,16 @@ def test_bf16_weights_lose_no_digit_to_the_constants():
     assert_close(got.double(), expected, dtype=torch.float32)
 
 
+@pytest.mark.parametrize(
+    "network",
+    [lambda mlp, kind: mlp.network(), lambda mlp, kind: mlp.tensor(), lambda _, kind: build(tiny(mlp=kind)).network(5)],
+    ids=["network", "tensor", "whole model"],
+)
 @pytest.mark.parametrize("kind", [kind for kind in MLPS if kind not in (*POLYNOMIAL, "none")])
-def test_refused_mlp_kinds(kind):
-    mlp = random_mlp(kind)
+def test_refused_mlp_kinds(kind, network):
     match = rf"mlp='{kind}' has no tensor network: .*polynomial.*that have one are bilinear, squared"
-    for network in (mlp.network, mlp.tensor, lambda: build(tiny(mlp=kind)).network(5)):
-        with pytest.raises(ValueError, match=match):
-            network()
+    with pytest.raises(ValueError, match=match):
+        network(random_mlp(kind), kind)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ATTENTIONS if kind not in (*POLYNOMIAL, "none")])

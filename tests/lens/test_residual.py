@@ -149,15 +149,17 @@ def test_head_results_come_from_z_when_they_were_not_cached():
 
 
 @pytest.mark.user_error
-def test_layers_and_modes_are_checked():
-    _, _, cache = run(tiny())
-    for call in (cache.decompose_resid, cache.accumulated_resid, cache.get_full_resid_decomposition):
-        with pytest.raises(ValueError, match=r"layer must be in \[0, 3\] .* got layer=4"):
-            call(4)
-        with pytest.raises(ValueError, match="below 3 with mlp_input=True"):
-            call(3, mlp_input=True)
-    with pytest.raises(ValueError, match='mode must be "all", "mlp" or "attn"'):
-        cache.decompose_resid(mode="heads")
+@pytest.mark.parametrize("name", ["decompose_resid", "accumulated_resid", "get_full_resid_decomposition"])
+@pytest.mark.parametrize("layer, options, message", [(4, {}, "got layer=4"), (3, {"mlp_input": True}, "below 3 with")])
+def test_layers_are_checked(name, layer, options, message):
+    with pytest.raises(ValueError, match=rf"layer must be in \[0, 3\] .*{message}"):
+        getattr(run(tiny())[2], name)(layer, **options)
+
+
+@pytest.mark.user_error
+def test_modes_are_checked():
+    with pytest.raises(ValueError, match='"all", "mlp" or "attn", got \'heads\''):
+        run(tiny())[2].decompose_resid(mode="heads")
 
 
 # Names in the cache
