@@ -31,8 +31,8 @@ def extract(model_or_id: "Transformer | Extracted | str | Any", *, dtype: torch.
             :class:`Extracted`.
 
     Returns:
-        The tensors share memory with the model's parameters: an edit in place changes both. Call ``.check(tokens)``
-        first.
+        The tensors are the weights as they are stored, in the basis of the residual stream, and share memory with the
+        model's parameters: an edit in place changes both. Call ``.check(tokens)`` first.
 
     Raises:
         ValueError: The object is not a model, or nothing loadable.

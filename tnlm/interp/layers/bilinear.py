@@ -273,7 +273,7 @@ class BilinearTensor:
         """Gram matrix of the outputs or of the inputs of ``S``, the other axes contracted.
 
         ``out``: ``sum_ijkl S[o,i,j] M[i,k] M[j,l] S[p,k,l]``; about three ``d_hidden**2 d_in`` products.
-        ``in``: ``sum_opj S[o,i,j] M[o,p] S[p,k,j]``; about eight.
+        ``in``: ``sum_opj S[o,i,j] M[o,p] S[p,k,j]``; about seven.
 
         Args:
             metric: Symmetric metric of the contracted axis, identity by default: for ``out`` an input covariance,

@@ -21,7 +21,7 @@ def compose(*layers: BilinearTensor, residual: bool = False) -> Network:
         the augmented ``(1, x)``, of width ``1 + d_in``: the constant coordinate carries every lower degree. The output
         has no constant coordinate.
 
-    Symmetries: E P U Q QR V N L H.
+    Symmetries: R E P U Q QR V N L H.
 
     Raises:
         ValueError: No layer, widths that do not fit, or a residual between different widths.
