@@ -46,6 +46,8 @@ def paths(
     Cost: ``prod(degree + 1)`` forwards; a branch's degree grows by a factor of 5 with every later attention and 2 with
     every later MLP, so choose branches of late layers, or few layers of small models.
 
+    Symmetries: R E P Q QR V N L X H.
+
     Raises:
         ValueError: A layer is no polynomial, a name is no branch, or more than ``max_forwards`` are needed.
     """
