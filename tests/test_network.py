@@ -341,20 +341,27 @@ def test_refused_inputs(inputs, match):
 
 
 @pytest.mark.user_error
-def test_refused_plans():
+@pytest.mark.parametrize(
+    "sizes, optimize, message",
+    [
+        ({"batch": 2}, None, "names index 'batch', which outer does not have"),
+        ({"i": 4}, None, "index 'i' has size 4 in sizes but size 3"),
+        ({"n": 2}, "best", "got 'best'"),
+        ({"n": 2}, [((0, 1),)], r"each of the 2 nodes of outer.*got 1 paths"),
+        ({"n": 2}, [((0, 1),), ((0, 1, 2, 3),)], r"a path of outer .* two operands at a time, got \(\(0, 1, 2, 3\),\)"),
+    ],
+)
+def test_refused_plans(sizes, optimize, message):
+    net, *_ = nested()
+    with pytest.raises(ValueError, match=message):
+        net.cost(sizes, **({} if optimize is None else {"optimize": optimize}))
+
+
+@pytest.mark.user_error
+def test_a_plan_without_a_size_is_refused():
     net, *_ = nested()
     with pytest.raises(ValueError, match=r"size of 'n' in outer is unknown; pass sizes=\{'n': ...\}"):
         Network([("x", "n"), (net, "n o")], "o", name="outer").cost()
-    with pytest.raises(ValueError, match="sizes names index 'batch', which outer does not have"):
-        net.cost({"batch": 2})
-    with pytest.raises(ValueError, match="index 'i' has size 4 in sizes but size 3"):
-        net.cost({"i": 4})
-    with pytest.raises(ValueError, match="optimize must name an opt_einsum optimiser, got 'best'"):
-        net.cost({"n": 2}, optimize="best")
-    with pytest.raises(ValueError, match=r"one path for each of the 2 nodes of outer.*got 1 paths"):
-        net.cost({"n": 2}, optimize=[((0, 1),)])
-    with pytest.raises(ValueError, match=r"a path of outer .* two operands at a time, got \(\(0, 1, 2, 3\),\)"):
-        net.cost({"n": 2}, optimize=[((0, 1),), ((0, 1, 2, 3),)])
 
 
 def test_same_input_name_is_one_tensor_in_every_node():

@@ -161,6 +161,18 @@ def test_short_name_is_pinned_and_verified(server, files, monkeypatch):
     assert all(f"/resolve/{COMMIT}/" in path for _, path, _ in server.requests)
 
 
+@pytest.mark.parametrize("name", ["tiny", REPO, "gpt2-tiny"])
+def test_a_revision_that_is_asked_for_goes_before_the_recorded_one(name, server, files, monkeypatch):
+    """The record is of another commit, at which the repository has nothing."""
+    register(monkeypatch, MODEL.config, files, revision="f" * 40)
+    with pytest.raises(ValueError, match=f"has no revision '{'f' * 40}'"):
+        tnlm.load(name)
+    for revision in ("main", COMMIT):
+        server.requests.clear()
+        assert same_state(tnlm.load(name, revision=revision), MODEL)
+        assert all(f"/resolve/{revision}/" in path or f"/resolve/{COMMIT}/" in path for _, path, _ in server.requests)
+
+
 @pytest.mark.user_error
 def test_download_with_another_hash_is_refused(server, files, monkeypatch):
     """One bit flipped: the file's own structure does not show it."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -77,6 +78,26 @@ def test_numerics_fail_on_logits_that_are_not_finite(tmp_path, monkeypatch, bad)
     assert "differ from the definition" in checks[1].detail
 
 
+@pytest.mark.parametrize("factor", [100.0, 1e-3])
+def test_figures_are_relative_to_the_largest_logit_or_to_one(tmp_path, factor):
+    """Of float32 against float64, on the tokens that the seed gives; the explicit tensors on the first five."""
+    model = build(tiny(logit_softcap=None), torch.float32)
+    with torch.no_grad():
+        model.unembed.w_u.mul_(factor)
+    tnlm.save(model, tmp_path)
+    figures = dict(re.findall(r"([a-z0-9 ]+) (\d\.\de[-+]\d\d)", verify(tmp_path)[1].detail.partition(":")[2]))
+    tokens = torch.randint(11, (1, 17), generator=torch.Generator().manual_seed(0))
+    model.set_implementation("eager")
+    with torch.no_grad():
+        narrow, wide = model(tokens), model.double()(tokens)
+    largest = narrow.abs().max().item()
+    assert (largest > 2) == (factor > 1)
+    expected = (wide - narrow).abs().max().item() / max(largest, 1)
+    assert 0 < expected < 1e-4
+    (found,) = (float(value) for name, value in figures.items() if name.strip() == "float64")
+    assert found == pytest.approx(expected, rel=0.06), "two digits"
+
+
 def test_damage_fails_the_file_and_skips_the_rest(tmp_path):
     tnlm.save(build(tiny(), torch.float32), tmp_path)
     state = load_file(tmp_path / "model.safetensors")
@@ -134,7 +155,14 @@ def test_cross_entropy_that_disagrees_or_cannot_be_measured(cache, files, monkey
     far = dataclasses.replace(far, value=cross_entropy(MODEL, tokens, seq=5, rows=4).loss + 3e-3)
     register(monkeypatch, MODEL.config, files, cross_entropy=(near, far))
     assert outcome(verify("tiny", text=tokens, protocol="4x8"))["cross_entropy"] == "passed"
-    assert outcome(verify("tiny", text=tokens, protocol="4x5"))["cross_entropy"] == "failed"
+    checks = verify("tiny", text=tokens, protocol="4x5")
+    assert outcome(checks)["cross_entropy"] == "failed"
+    measured, recorded = re.match(r"([\d.]+) nats per token, recorded ([\d.]+) \(4 x 5\)", checks[2].detail).groups()
+    assert (measured, recorded) == (f"{far.value - 3e-3:.4f}", f"{far.value:.4f}")
+    lower = dataclasses.replace(far, value=far.value - 6e-3)
+    register(monkeypatch, MODEL.config, files, cross_entropy=(near, lower))
+    assert outcome(verify("tiny", text=tokens, protocol="4x5"))["cross_entropy"] == "failed", "a loss that is too high"
+    register(monkeypatch, MODEL.config, files, cross_entropy=(near, far))
     short = verify("tiny", text=tokens[:20])
     assert outcome(short)["cross_entropy"] == "skipped"
     assert short[2].detail == "needs 4 rows of 8 tokens of ids of this test; the text gives 19 tokens in 3 rows"

@@ -4,6 +4,7 @@ import json as jsonlib
 import os
 import platform
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -106,7 +107,7 @@ def without_none(made: type) -> type:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class Command(ABC):
     """Base of all commands: a dataclass whose fields are flags, run by :meth:`execute`."""
 
     json: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -115,9 +116,9 @@ class Command:
     def __init_subclass__(cls) -> None:
         without_none(cls)
 
+    @abstractmethod
     def execute(self) -> dict[str, Any] | None:
         """Run the command; returns its JSON record."""
-        raise NotImplementedError
 
     def show(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> None:
         """Print a table, unless ``--json`` is given."""

@@ -6,7 +6,7 @@ import torch
 from tests.interp.test_extraction import make
 from tests.limits import assert_close
 from tnlm.interp.predictions.explanation import explain
-from tnlm.points import intervene
+from tnlm.points import intervene, record
 
 KINDS = [
     ("bilinear", "bilinear"),
@@ -84,10 +84,13 @@ def test_actual_change_recomputes_everything_after_the_write():
     model, tokens = make(), torch.randint(0, 11, (7,))
     e = explain(model, tokens, 3)
     row = next(r for r in e.rows if r.kind == "mlp_bias" and r.layer == 0)
-    bias = model.blocks[0].mlp.bias.detach()
+    mlp = model.blocks[0].mlp
+    x = record(model, tokens[None], ["blocks.0.ln2.hook_normalized"])["blocks.0.ln2.hook_normalized"][0, -1]
+    traces = torch.einsum("oh,hi,hi->o", *(w.detach() for w in (mlp.w_d, mlp.w_l, mlp.w_r)))
+    constant = mlp.bias.detach() + traces / 30 * (x @ x)  # behind a norm the two are one
 
     def without(x):
-        return torch.cat([x[:, :-1], x[:, -1:] - bias], 1)
+        return torch.cat([x[:, :-1], x[:, -1:] - constant], 1)
 
     with intervene(model, {"blocks.0.hook_mlp_out": without}):
         changed = model.pre_softcap(tokens[None])[0, -1, 3].item()

@@ -258,7 +258,10 @@ class TestFind:
         b[5000] = 2
         shards.write_shard(tmp_path / "a.bin", a)
         shards.write_shard(tmp_path / "b.bin", b)
-        shards.refuse_duplicates([tmp_path / "a.bin", tmp_path / "b.bin"])
+        paths = [tmp_path / "a.bin", tmp_path / "b.bin"]
+        ends = {shards.shard_identity(path)["sha256_ends"] for path in paths}
+        assert len(ends) == 1, "what is read first does not tell them apart"
+        shards.refuse_duplicates(paths)  # raises where they are one
 
 
 def test_fingerprint_sees_name_size_and_ends(tmp_path):

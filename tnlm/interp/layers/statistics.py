@@ -1,5 +1,6 @@
 """Mean and covariance of a bilinear layer over random inputs, and certified bounds of its outputs."""
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from tnlm.interp.checks import (
     check_tensor,
 )
 from tnlm.interp.layers.bilinear import BilinearTensor, check_layer
+from tnlm.interp.layers.eigensolver import fix_signs
 from tnlm.interp.layers.grams import input_gram
 from tnlm.interp.layers.rounding import diagonalised_error, gamma, round_down, round_up
-from tnlm.interp.layers.spectra import eig
+from tnlm.interp.layers.spectra import extreme_pairs
 
 
 class Moments(NamedTuple):
@@ -118,11 +120,13 @@ def bounds(
     radius2 = float(b.d_in if radius2 is None else radius2)
     check_number("radius2", radius2, 0)
     check_tensor("u", u, (..., b.d_out), b.w_l)
-    wide, u, dtype = b.to(torch.float64), u.double(), b.dtype
-    lowest, highest = (eig(wide, u, 1, which, "full") for which in ("min", "max"))
-    error = diagonalised_error(wide, u.reshape(-1, b.d_out), torch.float64).reshape(u.shape[:-1])
-    low, high = radius2 * (lowest.values[..., 0] - error), radius2 * (highest.values[..., 0] + error)
-    argmin, argmax = (radius2**0.5 * pair.vectors[..., 0].to(dtype) for pair in (lowest, highest))
+    # of the form as it is stored: other radii see the multiple of the identity
+    wide, dtype = replace(b.to(torch.float64), domain="space"), b.dtype
+    batch, u = u.shape[:-1], u.reshape(-1, b.d_out).double()
+    values, vectors = extreme_pairs(wide, u)
+    error = diagonalised_error(wide, u, torch.float64)
+    low, high = radius2 * (values[:, 0] - error), radius2 * (values[:, 1] + error)
+    argmin, argmax = (radius2**0.5 * fix_signs(vectors).to(dtype)).unbind(-1)
     if domain == "ball":
         argmin, argmax = argmin * (low < 0)[..., None], argmax * (high > 0)[..., None]
         low, high = low.clamp_max(0), high.clamp_min(0)
@@ -131,7 +135,7 @@ def bounds(
         low, high = low + shift - error, high + shift + error
     low, high = round_down(low, dtype), round_up(high, dtype)
     check_computed("the range", low, high)
-    return Bounds(low, high, argmin, argmax)
+    return Bounds(*(t.reshape((*batch, *t.shape[1:])) for t in (low, high, argmin, argmax)))
 
 
 def trace_bounds(

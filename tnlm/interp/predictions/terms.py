@@ -87,6 +87,7 @@ class ComponentTerms:
     """Components with a row of their own; None for all, without a row of the others."""
     out: Float[Tensor, " d_model"]
     bias: Float[Tensor, " d_model"] | None
+    """The bias, and behind a norm the part of the form that is a multiple of ``|x|**2``."""
 
     @classmethod
     def of_run(
@@ -99,6 +100,9 @@ class ComponentTerms:
         parts = values * (x @ vectors).square()
         out = run[f"blocks.{layer}.hook_mlp_out"][0, -1]
         bias = None if mlp.bias is None else mlp.bias.double()
+        if mlp.domain == "sphere":  # what inputs of one length cannot tell from the bias
+            trace = mlp.shift().double() * x.square().sum()
+            bias = trace if bias is None else bias + trace
         return cls(layer, float(net.write_factors[layer]), read, values, parts, listed, out, bias)
 
     @property

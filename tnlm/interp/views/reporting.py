@@ -11,7 +11,6 @@ from torch import Tensor
 from tnlm.config import POLYNOMIAL_ATTENTIONS
 from tnlm.interp.checks import check_count
 from tnlm.interp.extraction import Extracted, extract
-from tnlm.interp.layers.bilinear import BilinearTensor
 from tnlm.interp.layers.decompositions import hosvd
 from tnlm.interp.layers.eigensolver import Eig
 from tnlm.interp.layers.spectra import eig
@@ -216,10 +215,8 @@ def _truncation(page: Page, study: _Study) -> None:
     ranks = sorted({max(1, round(f * d)) for f in _FRACTIONS}, reverse=True)
     costs = []
     for rank in ranks:
-        out, inp = tucker.out[:, :rank], tucker.inp[:, :rank]
-        small = net.mlp[layer].fold(inp).project(out.mT).fold(inp.mT.contiguous()).project(out)
-        edited = BilinearTensor(small.w_l, small.w_r, small.w_d, net.mlp[layer].bias)
-        costs.append(delta_ce(net, with_mlp(net.model, {layer: edited}), study.tokens))
+        edited = with_mlp(net.model, {layer: tucker.reconstruct(rank, rank)})
+        costs.append(delta_ce(net, edited, study.tokens))
     curve, errors = [c.mean for c in costs], [c.error or 0.0 for c in costs]
     title = f"HOSVD of layer {layer} to equal input and output rank"
     page.figure(plot.truncation(ranks, {"layer": curve}, errors={"layer": errors}, title=title))

@@ -1,0 +1,54 @@
+"""Plants one mistake in a module: named checks must notice it.
+
+A table of mistakes says what the tests of a module are worth: a check that passes on a wrong module checks nothing.
+Each mistake is one replacement in the module's source. Functions are changed where they are, so that every other module
+that has imported them runs the wrong one too.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+
+@contextmanager
+def planted(module: ModuleType, right: str, wrong: str) -> Iterator[None]:
+    """Context manager in which the source of ``module`` holds ``wrong`` in the place of ``right``."""
+    source = Path(module.__file__).read_text()
+    assert source.count(right) == 1, f"the fault no longer fits {module.__name__}: {right!r}"
+    faulty: dict[str, Any] = {"__name__": module.__name__, "__file__": module.__file__}
+    exec(compile(source.replace(right, wrong), module.__file__, "exec"), faulty)
+    with pytest.MonkeyPatch.context() as patch:
+        changed = sum(_patch(patch, module, name, faulty[name], module) for name in vars(module).keys() & faulty.keys())
+        assert changed, "the fault changes nothing"
+        yield
+
+
+def _patch(patch: pytest.MonkeyPatch, owner: Any, name: str, new: Any, module: ModuleType) -> int:
+    """Change one name of a module or class to its faulty version; returns how many things that changed."""
+    old = vars(owner)[name]
+    if isinstance(old, staticmethod | classmethod | property):
+        part = "fget" if isinstance(old, property) else "__func__"
+        old, new = getattr(old, part), getattr(new, part)
+    old, new = (getattr(x, "__wrapped__", x) for x in (old, new))
+    if isinstance(old, FunctionType) and old.__module__ == module.__name__:
+        same = old.__code__ == new.__code__ and old.__kwdefaults__ == new.__kwdefaults__
+        if not same:
+            patch.setattr(old, "__code__", new.__code__)
+            patch.setattr(old, "__kwdefaults__", new.__kwdefaults__)
+        return not same
+    if isinstance(old, type) and old.__module__ == module.__name__:
+        return sum(_patch(patch, old, inner, vars(new)[inner], module) for inner in vars(old).keys() & vars(new).keys())
+    if isinstance(old, str | int | float | tuple | dict | list) and not name.startswith("__") and old != new:
+        patch.setattr(owner, name, new)
+        return 1
+    return 0
+
+
+def assert_noticed(check: Callable[[], Any], module: ModuleType, right: str, wrong: str) -> None:
+    """Assert that ``check``, which passes on the module as it is, fails on the one with the mistake."""
+    with planted(module, right, wrong), pytest.raises(AssertionError):
+        check()
