@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 import tnlm
 from tests.limits import assert_close
 from tests.tiny_models import ATTENTIONS, build, ids, tiny
+from tnlm.checkpoints import hub
 from tnlm.config import ModelConfig
-from tnlm.integrations import harness, hf
+from tnlm.integrations import hf
 from tnlm.points import intervene
 from tnlm.text import tokenizer
 
@@ -362,7 +363,7 @@ def test_tasks_of_the_hub_need_no_waiting_without_a_connection(monkeypatch):
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **_: manager(include_defaults=False))
     monkeypatch.setattr(manager, "match_tasks", lambda self, names: names)
     monkeypatch.setattr(lm_eval, "simple_evaluate", simple_evaluate)
-    monkeypatch.setattr(harness, "is_reachable", lambda: False)
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
     with pytest.raises(ValueError, match="the Hub cannot be reached: couldn't reach EleutherAI/lambada_openai"):
         hf.evaluate_tasks(bytes_model(), tokenizer.get("bytes"), ["lambada_openai"])
     assert before == (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)

@@ -5,10 +5,11 @@ and from which commit, writes the error messages, and continues an interrupted l
 no longer does since version 2.
 """
 
+import contextlib
 import dataclasses
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -77,6 +78,20 @@ def is_reachable() -> bool:
     except Exception:  # the classes of a broken connection are the transport's, and change with it
         return False
     return True
+
+
+@contextlib.contextmanager
+def offline_if_unreachable() -> Iterator[bool]:
+    """Offline mode of huggingface_hub if the Hub does not answer, which would be tried for half a minute at every file.
+
+    The value says whether it is on.
+    """
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = not is_reachable()
+    try:
+        yield constants.HF_HUB_OFFLINE
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def fetch_first(repo: str, names: Sequence[str], *, revision: str) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tnlm.checkpoints.hub import is_reachable
+from tnlm.checkpoints.hub import offline_if_unreachable
 from tnlm.integrations.model import wrap
 from tnlm.integrations.vocabulary import hf_tokenizer
 from tnlm.text.tokenizer import Tokenizer
@@ -82,29 +82,25 @@ def evaluate_tasks(
 
 @contextlib.contextmanager
 def _hub_or_cache() -> Iterator[None]:
-    """Offline mode while the Hub cannot be reached: its libraries would try again for a minute before they look into
-    their cache.
+    """The Hub if it answers, else the cache of what came from it.
 
     Raises:
-        ValueError: The cache does not hold what is needed.
+        ValueError: The Hub does not answer, and the cache does not hold what is needed.
     """
     import datasets.config
-    from huggingface_hub import constants
 
-    if is_reachable():
-        yield
-        return
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    except (ConnectionError, FileNotFoundError) as error:
-        raise ValueError(
-            f"the data of a task is not in the cache, and the Hub cannot be reached: {error}. Run once with a "
-            "connection, or name a .json or .jsonl file of questions"
-        ) from error
-    finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+    before = datasets.config.HF_HUB_OFFLINE
+    with offline_if_unreachable() as offline:
+        datasets.config.HF_HUB_OFFLINE = offline
+        try:
+            yield
+        except (ConnectionError, FileNotFoundError) as error:
+            raise ValueError(
+                f"the data of a task is not in the cache, and the Hub cannot be reached: {error}. Run once with a "
+                "connection, or name a .json or .jsonl file of questions"
+            ) from error
+        finally:
+            datasets.config.HF_HUB_OFFLINE = before
 
 
 def _task(path: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
