@@ -26,8 +26,8 @@ class Paths(NamedTuple):
 @torch.no_grad()
 def paths(
     model: "Transformer | Extracted",
-    tokens: Int[Tensor, " seq"],
-    target: int,
+    tokens: Int[Tensor, " seq"] | str,
+    target: int | str,
     branches: Sequence[str],
     *,
     max_forwards: int = 1024,
@@ -40,6 +40,7 @@ def paths(
     the model's precision (use float64).
 
     Args:
+        tokens, target: The prompt and one token: text, or ids.
         branches: ``hook_embed`` (of the first block's input), ``blocks.l.hook_attn_out`` or ``blocks.l.hook_mlp_out``
             with the number of a layer for ``l``.
 
@@ -54,7 +55,7 @@ def paths(
     net = model if isinstance(model, Extracted) else extract(model)
     if reasons := net.config.why_not_polynomial("layers"):
         raise ValueError(f"paths need polynomial layers, but {', '.join(reasons)}; explain takes every kind")
-    net.check_prompt("paths", tokens, target=target)
+    tokens, target = net.read_prompt("paths", tokens), net.read_token("target", target)
     if len(set(branches)) != len(branches):
         raise ValueError(f"branches must differ, got {list(branches)}")
     degrees = [_degree(net, branch) for branch in branches]
