@@ -74,7 +74,7 @@ def paths(
 
     def logit(factors: Complex[Tensor, " branches"]) -> Complex[Tensor, ""]:
         edits = {branch: _scaled(factor) for branch, factor in zip(branches, factors.to(wide), strict=True)}
-        x0 = net.model.embedding(tokens[None])
+        x0 = net.model.embedding(tokens[None]).to(wide)  # all of it: later values are mixed with those of block 0
         if "hook_embed" in edits:
             x0 = edits.pop("hook_embed")(x0)
         with intervene(net.model, scales | edits):
