@@ -240,7 +240,7 @@ def test_layers_that_are_equal_on_the_sphere_are_one():
 
 def test_a_network_is_a_map():
     lower, upper = make_stack(1)
-    network = compose(upper, lower)
+    network = compose(lower, upper)
     seeds = {"samples": 50, "seed": 4}
     assert_close(float(similarity(network, [lower, upper], "complex", **seeds).value), 1)
     a, b = ([network, make_stack(5)], [[lower, upper], make_stack(5)])

@@ -100,7 +100,7 @@ def similarity(
                 'a model is compared with a model, with kind="sym" and without residual; to compare one of its '
                 "layers pass extract(model).mlp[layer], to compare it as a whole a function of (n, d_in)"
             )
-        nets = [m if isinstance(m, Extracted) else extract(m) for m in (a, b)]
+        nets = [extract(m) for m in (a, b)]
         return _models(nets, token_weights, distances, samples, permutations, seed)
     x, y = cast(Map, a), cast(Map, b)
     return map_similarity(x, y, kind, samples, per_layer, seed, residual=residual, d_in=d_in, max_bytes=max_bytes)
