@@ -5,8 +5,11 @@ Each mistake is one replacement in the module's source. Functions are changed wh
 that has imported them runs the wrong one too.
 """
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -48,7 +51,21 @@ def _patch(patch: pytest.MonkeyPatch, owner: Any, name: str, new: Any, module: M
     return 0
 
 
-def assert_noticed(check: Callable[[], Any], module: ModuleType, right: str, wrong: str) -> None:
-    """Assert that ``check``, which passes on the module as it is, fails on the one with the mistake."""
+def assert_noticed(
+    check: Callable[..., Any], module: ModuleType, right: str, wrong: str, request: pytest.FixtureRequest
+) -> None:
+    """Assert that a test, which passes on the module as it is, fails on the one with the mistake.
+
+    Args:
+        check: A test function, or a method of a test class; ``functools.partial`` binds the values of its parameters.
+        request: Gives the fixtures that the test takes.
+    """
+    bound = inspect.signature(check).parameters
+    plain = check.func if isinstance(check, partial) else check
+    case = plain.__qualname__.rpartition(".")[0]
+    own = [getattr(sys.modules[plain.__module__], case)()] if case else []
+    fixtures = {
+        name: request.getfixturevalue(name) for name, p in bound.items() if name != "self" and p.default is p.empty
+    }
     with planted(module, right, wrong), pytest.raises(AssertionError):
-        check()
+        check(*own, **fixtures)

@@ -260,3 +260,9 @@ class TestSearchOrder:
         monkeypatch.setattr(tokenizers.urllib.request, "urlopen", fail)
         with pytest.raises(ValueError, match=r"the network \(failed: no route\)"):
             tokenizers.get("gpt2")
+
+
+def test_the_hash_tells_whether_end_of_text_is_an_id():
+    tokens = [bytes([byte]) for byte in range(256)]
+    with_it, without = (tokenizers.Tokenizer("x", tokens, eot=eot) for eot in (True, False))
+    assert with_it.hash != without.hash
