@@ -40,5 +40,7 @@ def test_parts_come_in_the_order_they_were_added_and_cells_in_their_columns():
     (((bars,), layout),) = figures_of(text)
     assert (bars["x"], bars["y"], bars["name"]) == (["p", "q"], [1, 2], "bars")
     assert layout["xaxis"]["title"]["text"] == "letters"
-    places = [text.index(part) for part in ("<h2>first", "<table", "Plotly.newPlot(", "<h2>second", "pale")]
+    places = [
+        text.index(part) for part in ("<h2>first", "<table", "Plotly.newPlot(", "<h2>second", '<p class="note">pale')
+    ]
     assert places == sorted(places)
