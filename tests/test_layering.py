@@ -41,6 +41,7 @@ LADDERS = (
         "tnlm.interp.checks",
         "tnlm.interp.layers.lowrank",
         "tnlm.interp.ranking",
+        "tnlm.interp.vocabulary",
         "tnlm.interp.layers",
         "tnlm.interp.contraction",
         "tnlm.interp.extraction",

@@ -54,7 +54,8 @@ def test_loss():
     targets = torch.randint(50257, (5,))
     logits = 30 * torch.tanh((x @ w_u.mT) / 30)
     published = F.cross_entropy(logits, targets)
-    assert torch.equal(token_losses(logits[None], targets[None]).mean(), published)
+    # the five losses may be added in another order
+    assert_close(token_losses(logits[None], targets[None]).mean(), published, roundings=5)
     ours = unembedded_cross_entropy(x, w_u, targets, 30.0)
     z = x.double() @ w_u.double().mT
     exact = F.cross_entropy(30 * torch.tanh(z / 30), targets)

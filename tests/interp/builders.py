@@ -1,5 +1,7 @@
 """Random layers and heads in float64, pairwise different sizes."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,24 @@ def make_layer(
     return BilinearTensor(*(noise(*s, seed=10 * seed + n, dtype=dtype) for n, s in enumerate(shapes)))
 
 
+def on_sphere(b: BilinearTensor) -> BilinearTensor:
+    """The same layer, its inputs of squared length ``d_in``."""
+    return replace(b, domain="sphere")
+
+
+def sphere_points(n: int, d: int, seed: int = 0) -> Tensor:
+    """Random inputs of squared length ``d``."""
+    x = noise(n, d, seed=seed)
+    return x * (d**0.5 / x.norm(dim=1, keepdim=True))
+
+
+def shifted(b: BilinearTensor, c: Tensor) -> BilinearTensor:
+    """``b`` with ``c[o] |x|**2`` added to every output and ``c[o] d_in`` taken from its bias: equal on the sphere."""
+    eye = torch.eye(b.d_in, dtype=b.dtype)
+    identity = BilinearTensor(eye, eye, c[:, None].expand(-1, b.d_in), -b.d_in * c, domain=b.domain)
+    return b + identity
+
+
 def monomial(i: int, j: int, d_in: int) -> BilinearTensor:
     """``f(x) = x_i x_j``, one output."""
     eye = torch.eye(d_in, dtype=torch.float64)
@@ -44,7 +64,7 @@ def gauged(b: BilinearTensor, seed: int = 0) -> BilinearTensor:
     w_l, w_r = b.w_l * p[:, None], b.w_r * q[:, None]
     swap = (torch.arange(h) % 2 == 0)[:, None]
     w_l, w_r = torch.where(swap, w_r, w_l), torch.where(swap, w_l, w_r)
-    return BilinearTensor(w_l[order], w_r[order], (b.w_d / (p * q))[:, order], b.bias)
+    return replace(b, w_l=w_l[order], w_r=w_r[order], w_d=(b.w_d / (p * q))[:, order])
 
 
 def make_head(

@@ -1,5 +1,7 @@
 """The extracted tensors are the model: contracted with a run's norms they give its logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -87,14 +89,78 @@ def test_token_rows_are_normed_and_padding_is_known():
     assert len(net.tokens) == 9
 
 
+def test_layers_know_where_their_inputs_live():
+    assert extract(make()).mlp[1].domain == "sphere"
+    assert extract(make(pure=True)).mlp[1].domain == "space"
+
+
+def test_the_centred_unembedding_leaves_padding_out_and_weighs_tokens():
+    net = extract(make(d_vocab_used=9))
+    rows = net.unembed[:9]
+    assert_close(net.unembed_centred(), rows - rows.sum(0) / 9, scale=rows.abs().max())
+    counts = torch.tensor([3, 0, 1, 0, 0, 0, 0, 0, 4])
+    mean = (3 * rows[0] + rows[2] + 4 * rows[8]) / 8
+    assert_close(net.unembed_centred(counts), rows - mean, scale=rows.abs().max())
+
+
+def test_rows_that_point_the_same_way_are_one_group():
+    model = make(d_vocab_used=9)
+    w_u = model.unembed.w_u.data
+    mean = w_u[:9].mean(0)
+    ray = w_u[2] - mean
+    # 5 and 7 on the ray of 2; 8 opposite, which also keeps the mean where it was
+    w_u[5], w_u[7], w_u[8] = mean + 2 * ray, mean + 0.5 * ray, mean - 3.5 * ray
+    w_u[1] = mean - (w_u[[0, 3, 4, 6]] - mean).sum(0) - ray
+    groups = extract(model).parallel_tokens()
+    assert groups.tolist() == [0, 1, 2, 3, 4, 2, 6, 2, 8]
+    equal = torch.ones(9, 30, dtype=torch.float64) * torch.arange(9)[:, None].double()
+    model.unembed.w_u.data[:9] = equal
+    assert extract(model).parallel_tokens().tolist() == [0, 0, 0, 0, 4, 5, 5, 5, 5]  # row 4 is the mean, so zero
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "weights, text",
+    [
+        (torch.ones(11), r"one number per token, shape \(9,\), got \(11,\)"),
+        ([1.0] * 9, "one number per token, .* got list"),
+        (-torch.ones(9), "at least 0 and not all 0"),
+        (torch.zeros(9), "at least 0 and not all 0"),
+        (torch.full((9,), torch.nan), "weights must be finite"),
+    ],
+)
+def test_weights_that_weigh_nothing_are_refused(weights, text):
+    with pytest.raises(ValueError, match=text):
+        extract(make(d_vocab_used=9)).unembed_centred(weights)
+
+
 @pytest.mark.user_error
 @pytest.mark.parametrize("mlp", ["swiglu", "relu2", "gelu"])
 def test_mlps_that_are_no_polynomials_say_so(mlp):
     net = extract(make(mlp, "softmax"))
-    with pytest.raises(ValueError, match=f"{mlp} MLP is not polynomial, so it has no tensor"):
+    with pytest.raises(ValueError, match=f"the {mlp} MLP is not polynomial: .* has no tensor"):
         net.mlp[0]
-    with pytest.raises(ValueError, match="softmax attention is not a polynomial"):
+    with pytest.raises(ValueError, match=r"softmax attention is not polynomial: .*, so its pattern has"):
         net.check(torch.randint(0, 11, (1, 4)))
+
+
+def test_extracted_tensors_are_extracted_again():
+    model = make()
+    net = extract(model)
+    assert extract(net) is net
+    wide = extract(extract(model, dtype=torch.float32), dtype=torch.float64)
+    assert (wide.mlp[0].dtype, wide.model) == (torch.float64, model)
+    narrow = extract(model, dtype=torch.float32)
+    assert extract(narrow) is narrow
+
+
+def test_inverse_norms_have_one_convention():
+    model, tokens = make(), torch.randint(0, 11, (2, 7))
+    ours, theirs = extract(model).inverse_norms(tokens), model.inverse_norms(tokens)
+    assert_close(ours, theirs)
+    assert ours["blocks.1.ln2.hook_scale"].shape == (2, 7, 2)
+    assert ours["blocks.1.attn.q2_norm.hook_scale"].shape == (2, 7, 1 + 3)
+    assert extract(model, dtype=torch.float32).inverse_norms(tokens)["ln_final.hook_scale"].dtype == torch.float32
 
 
 @pytest.mark.user_error
@@ -180,7 +246,8 @@ def test_a_whole_model_as_one_dense_tensor():
         after = after + torch.einsum("za,bc,de->dzabce", first, second, ov @ at[u])
     after, constant = after.reshape(2, -1), torch.eye(5**5, dtype=torch.float64)[0]
     mlp, w_u = net.mlp[0], net.unembed
-    dense = torch.einsum("oij,ia,jb->oab", mlp.tensor(), after, after) + after[:, :, None] * constant
+    form = replace(mlp, bias=None).tensor()
+    dense = torch.einsum("oij,ia,jb->oab", form, after, after) + after[:, :, None] * constant
     dense[:, 0, 0] += 0 if mlp.bias is None else mlp.bias
     dense = torch.einsum("vo,oab->vab", w_u, dense).detach()
     assert dense.numel() == 3 * 5**10

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tnlm.interp.layers.input_shares import layer_pairs, layer_shapley
     from tnlm.interp.layers.lowrank import LowRank
     from tnlm.interp.layers.similarities import Similarity, haar_null, match_heads, similarity
-    from tnlm.interp.layers.spectra import effective_rank, eig
+    from tnlm.interp.layers.spectra import Inertia, effective_rank, eig, inertia
     from tnlm.interp.layers.statistics import Bounds, Moments, bounds, jacobian_kernel, moments, trace_bounds
     from tnlm.interp.predictions.ablation import DeltaCE, ablate, ablation_edits, delta_ce, with_mlp
     from tnlm.interp.predictions.attribution import attribute
@@ -57,7 +57,7 @@ _HOMES = {
     "tnlm.interp.layers.input_shares": ("layer_pairs", "layer_shapley"),
     "tnlm.interp.layers.lowrank": ("LowRank",),
     "tnlm.interp.layers.similarities": ("Similarity", "similarity", "match_heads", "haar_null"),
-    "tnlm.interp.layers.spectra": ("eig", "effective_rank"),
+    "tnlm.interp.layers.spectra": ("eig", "effective_rank", "inertia", "Inertia"),
     "tnlm.interp.layers.statistics": ("Moments", "moments", "Bounds", "bounds", "trace_bounds", "jacobian_kernel"),
     "tnlm.interp.tokens.copying": (
         "Match",
@@ -88,6 +88,7 @@ __all__ = [
     "Eig",
     "Explanation",
     "Extracted",
+    "Inertia",
     "LowRank",
     "Match",
     "Moments",
@@ -114,6 +115,7 @@ __all__ = [
     "follower_entries",
     "haar_null",
     "hosvd",
+    "inertia",
     "jacobian_kernel",
     "layer_pairs",
     "layer_shapley",

@@ -345,6 +345,7 @@ def test_ranks_share_the_work_and_agree_with_one(monkeypatch, world, dtype):
 
 
 def _rank(rank, folder):
+    torch.set_num_threads(1)  # the parent's threads do not survive the fork: a parallel region would wait for them
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=600)
     )

@@ -3,15 +3,18 @@
 Its eigendecomposition is ``eig`` in ``spectra.py``; its other decompositions are in ``decompositions.py``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Inexact
 from torch import Tensor
 
 from tnlm.interp.checks import check_bytes, check_choice, check_computed, check_real, check_symmetric, check_tensor
 from tnlm.interp.layers.grams import cross_gram, input_gram, kernel_blocks
+
+Domain = Literal["space", "sphere"]
 
 # Elements of one temporary block of forms: 64 MiB in float32.
 _BLOCK = 2**24
@@ -19,9 +22,9 @@ _BLOCK = 2**24
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BilinearTensor:
-    """The layer ``f(x) = w_d (w_l x * w_r x) + bias`` and its tensor ``S``, symmetric in the two inputs.
+    """The layer ``f(x) = w_d (w_l x * w_r x) + bias`` and the tensor ``S`` of its quadratic part.
 
-    The dense tensor is formed by :meth:`tensor` only.
+    ``S`` is symmetric in the two inputs. It is formed densely by :meth:`tensor` only.
 
     ``S[o, i, j] = 1/2 sum_h w_d[o, h] (w_l[h, i] w_r[h, j] + w_l[h, j] w_r[h, i])``. Norms, inner products and Grams
     are of ``S``, so they do not depend on the gauge of the factors (order of hidden units, scale within a unit, left
@@ -29,10 +32,18 @@ class BilinearTensor:
     inner products conjugate the second argument. Tensors are kept, not copied: layers made from this one (``fold``,
     ``project`` and others) may hold views of its factors.
 
+    On inputs of one length, ``|x|**2 == d_in`` after an RMS norm, a multiple of the identity in ``S`` and a constant in
+    the bias are the same function, so ``S`` is fixed only up to such multiples. ``domain`` says where the inputs live.
+    Analyses of the function (`eig`, `effective_rank`, `truncate`, `hosvd` and others) take the multiple out on the
+    sphere. ``tensor``, ``interaction``, ``apply``, ``traces``, ``gram``, ``norm`` and ``inner`` are of ``S`` as it is
+    stored: take them of :meth:`canonical` for a number that the function fixes.
+
     Args:
         w_l, w_r: Input maps, without bias.
         w_d: Output map.
         bias: Constant added to the output; part of the function and of its moments, not of ``S``.
+        domain: ``sphere`` for inputs of ``|x|**2 == d_in``, as `extract` sets it for models with RMS norms; ``space``
+            for any input. Kept by what leaves the inputs where they are, and by ``fold`` with an orthogonal matrix.
 
     Raises:
         ValueError: Shapes, dtypes or devices that do not fit together; NaN or infinity.
@@ -44,8 +55,10 @@ class BilinearTensor:
     w_r: Inexact[Tensor, "d_hidden d_in"]
     w_d: Inexact[Tensor, "d_out d_hidden"]
     bias: Inexact[Tensor, "d_out"] | None = None
+    domain: Domain = field(default="space", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_choice("domain", self.domain, ("space", "sphere"))
         check_tensor("w_l", self.w_l, (None, None))
         check_tensor("w_r", self.w_r, tuple(self.w_l.shape), self.w_l)
         check_tensor("w_d", self.w_d, (None, self.w_l.shape[0]), self.w_l)
@@ -55,7 +68,7 @@ class BilinearTensor:
     def __repr__(self) -> str:
         return (
             f"BilinearTensor(d_out={self.d_out}, d_in={self.d_in}, d_hidden={self.d_hidden}, "
-            f"bias={self.bias is not None}, {self.dtype}, {self.w_l.device})"
+            f"bias={self.bias is not None}, domain={self.domain!r}, {self.dtype}, {self.w_l.device})"
         )
 
     @property
@@ -72,7 +85,7 @@ class BilinearTensor:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of the dense tensor, ``(d_out, d_in, d_in)``."""
+        """Shape of ``S``, ``(d_out, d_in, d_in)``."""
         return (self.d_out, self.d_in, self.d_in)
 
     @property
@@ -83,7 +96,7 @@ class BilinearTensor:
         """The same layer in another dtype or on another device; arguments as of ``Tensor.to``."""
         bias = None if self.bias is None else self.bias.to(*args, **kwargs)
         w_l, w_r, w_d = (w.to(*args, **kwargs) for w in (self.w_l, self.w_r, self.w_d))
-        return type(self)(w_l, w_r, w_d, bias)
+        return replace(self, w_l=w_l, w_r=w_r, w_d=w_d, bias=bias)
 
     def __call__(self, x: Inexact[Tensor, "*batch d_in"]) -> Inexact[Tensor, "*batch d_out"]:
         """The output ``f(x)``; real weights take complex ``x`` too, as the layer is a polynomial."""
@@ -94,18 +107,24 @@ class BilinearTensor:
         return y if self.bias is None else y + self.bias
 
     def __add__(self, other: "BilinearTensor") -> "BilinearTensor":
-        """The sum of two layers, which has the hidden units of both: ``(a + b)(x) == a(x) + b(x)``."""
+        """The sum of two layers of one domain, with the hidden units of both: ``(a + b)(x) == a(x) + b(x)``."""
         if not isinstance(other, BilinearTensor):
             return NotImplemented
         if self.shape != other.shape:
             raise ValueError(f"layers must have the same shape to be added, got {self.shape} and {other.shape}")
+        if self.domain != other.domain:
+            raise ValueError(
+                f"layers must have one domain to be added, got {self.domain!r} and {other.domain!r}; "
+                "dataclasses.replace(layer, domain=...) sets it"
+            )
         check_tensor("w_l of the other layer", other.w_l, (None, None), self.w_l)
         biases = [b for b in (self.bias, other.bias) if b is not None]
-        return type(self)(
-            torch.cat([self.w_l, other.w_l]),
-            torch.cat([self.w_r, other.w_r]),
-            torch.cat([self.w_d, other.w_d], dim=1),
-            sum(biases[1:], biases[0]) if biases else None,
+        return replace(
+            self,
+            w_l=torch.cat([self.w_l, other.w_l]),
+            w_r=torch.cat([self.w_r, other.w_r]),
+            w_d=torch.cat([self.w_d, other.w_d], dim=1),
+            bias=sum(biases[1:], biases[0]) if biases else None,
         )
 
     def __mul__(self, scalar: int | float | complex) -> "BilinearTensor":
@@ -113,7 +132,7 @@ class BilinearTensor:
             raise ValueError(
                 f"a layer is multiplied by one number, got shape {tuple(scalar.shape)}; project(m) is m f(x)"
             )
-        return type(self)(self.w_l, self.w_r, self.w_d * scalar, None if self.bias is None else self.bias * scalar)
+        return replace(self, w_d=self.w_d * scalar, bias=None if self.bias is None else self.bias * scalar)
 
     __rmul__ = __mul__
 
@@ -124,29 +143,58 @@ class BilinearTensor:
         """The difference of two layers; its moments and bounds measure how far they are apart."""
         return self + -other
 
-    def tensor(self, max_bytes: int = 2**30) -> Inexact[Tensor, "d_out d_in d_in"]:
-        """The dense tensor ``S``: ``d_out d_in**2`` numbers, ``2 d_out d_hidden d_in**2`` flop.
+    def tensor(self, max_bytes: int = 2**30) -> Inexact[Tensor, "d_out width width"]:
+        """The dense tensor of the layer, as ``mlp.tensor()`` has it; ``2 d_out d_hidden d_in**2`` flop.
+
+        Without a bias ``S (d_out, d_in, d_in)``. With one that of ``(1, x)``, the constant in front, each input axis
+        ``1 + d_in`` long: ``f(x)[o] == sum_ij T[o, i, j] x~[i] x~[j]`` with ``x~ = (1, x)``.
 
         Raises:
             ValueError: The tensor would need more than ``max_bytes``; refused before allocating.
         """
-        check_bytes("the dense tensor", self.shape, self.dtype, max_bytes, "use interaction, apply, gram or eig")
-        return self.interaction(torch.eye(self.d_out, dtype=self.dtype, device=self.w_l.device), max_bytes)
+        width = self.d_in + (self.bias is not None)
+        shape = (self.d_out, width, width)
+        check_bytes("the dense tensor", shape, self.dtype, max_bytes, "use interaction, apply, gram or eig")
+        s = self.interaction(torch.eye(self.d_out, dtype=self.dtype, device=self.w_l.device), max_bytes)
+        if self.bias is None:
+            return s
+        t = F.pad(s, (1, 0, 1, 0))
+        t[:, 0, 0] = self.bias
+        return t
 
     def symmetrize(self) -> "BilinearTensor":
         """The same function with equal input maps and ``2 d_hidden`` units: ``lr = 1/4 ((l+r)**2 - (l-r)**2)``."""
         w = torch.cat([self.w_l + self.w_r, self.w_l - self.w_r])
-        return type(self)(w, w, torch.cat([self.w_d, -self.w_d], dim=1) / 4, self.bias)
+        return replace(self, w_l=w, w_r=w, w_d=torch.cat([self.w_d, -self.w_d], dim=1) / 4)
+
+    def canonical(self) -> "BilinearTensor":
+        """The layer itself, or on the sphere the same function with a traceless ``S`` and the trace in the bias.
+
+        ``S'[o] = S[o] - tr S[o] / d_in I`` and ``bias'[o] = bias[o] + tr S[o]``: equal to the layer where
+        ``|x|**2 == d_in``, and the same for all layers that are equal there. Adds ``d_in`` hidden units.
+        """
+        if self.domain == "space":
+            return self
+        eye = torch.eye(self.d_in, dtype=self.dtype, device=self.w_l.device)
+        shift = self.shift()
+        return replace(
+            self,
+            w_l=torch.cat([self.w_l, eye]),
+            w_r=torch.cat([self.w_r, eye]),
+            w_d=torch.cat([self.w_d, -shift[:, None].expand(-1, self.d_in)], dim=1),
+            bias=shift * self.d_in if self.bias is None else self.bias + shift * self.d_in,
+        )
 
     def fold(self, m: Inexact[Tensor, "d_in d_new"]) -> "BilinearTensor":
-        """The layer as a function of ``z`` with ``x = m z``."""
+        """The layer as a function of ``z`` with ``x = m z``; on the sphere again only if ``m`` is orthogonal."""
         check_tensor("m", m, (self.d_in, None), self.w_l)
-        return type(self)(self.w_l @ m, self.w_r @ m, self.w_d, self.bias)
+        domain: Domain = "sphere" if self.domain == "sphere" and _is_orthogonal(m) else "space"
+        return replace(self, w_l=self.w_l @ m, w_r=self.w_r @ m, domain=domain)
 
     def project(self, m: Inexact[Tensor, "d_new d_out"]) -> "BilinearTensor":
         """The layer ``m f(x)``."""
         check_tensor("m", m, (None, self.d_out), self.w_l)
-        return type(self)(self.w_l, self.w_r, m @ self.w_d, None if self.bias is None else m @ self.bias)
+        return replace(self, w_d=m @ self.w_d, bias=None if self.bias is None else m @ self.bias)
 
     def augment(self, residual: bool = True) -> "BilinearTensor":
         """The layer as a homogeneous quadratic map from ``(1, x)`` to ``(1, x + f(x))``, bias included.
@@ -211,13 +259,21 @@ class BilinearTensor:
         check_computed("the trace", traces)
         return traces
 
+    def shift(self) -> Inexact[Tensor, " d_out"]:
+        """Multiple of the identity in every output that the function does not fix: ``tr S[o] / d_in`` on the sphere.
+
+        Zeros for ``domain="space"``. So ``f(x) = S'(x, x) + shift |x|**2 + bias`` for every ``x``, with the ``S'`` of
+        :meth:`canonical`, of which the analyses are.
+        """
+        return torch.zeros_like(self.w_d[:, 0]) if self.domain == "space" else self.traces() / self.d_in
+
     def gram(
         self, mode: Literal["out", "in"] = "out", metric: Inexact[Tensor, "n n"] | None = None
     ) -> Inexact[Tensor, "m m"]:
         """Gram matrix of the outputs or of the inputs of ``S``, the other axes contracted.
 
         ``out``: ``sum_ijkl S[o,i,j] M[i,k] M[j,l] S[p,k,l]``; about three ``d_hidden**2 d_in`` products.
-        ``in``: ``sum_opj S[o,i,j] M[o,p] S[p,k,j]``; about eight.
+        ``in``: ``sum_opj S[o,i,j] M[o,p] S[p,k,j]``; about seven.
 
         Args:
             metric: Symmetric metric of the contracted axis, identity by default: for ``out`` an input covariance,
@@ -280,6 +336,14 @@ def check_layer(b: object, *, real: bool = False) -> None:
         )
     if real:
         check_real("the layer", b.w_l)
+
+
+def _is_orthogonal(m: Tensor) -> bool:
+    """Whether ``m`` is square with orthonormal columns, up to rounding."""
+    if m.shape[0] != m.shape[1] or m.is_meta:
+        return False
+    gap = m.mH @ m - torch.eye(len(m), dtype=m.dtype, device=m.device)
+    return bool(gap.abs().max() <= 1e3 * torch.finfo(m.dtype).eps)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -223,6 +224,7 @@ def _two_layer_inner(a: list[BilinearTensor], b: list[BilinearTensor], max_bytes
         raise ValueError("stacks must have the same input and output widths to be compared")
     shape = (p, q, max(d * d, p * q))
     check_bytes("the table of crossed legs", shape, a[0].dtype, max_bytes, 'use kind="complex"')
+    a, b = ([replace(layer, bias=None) for layer in stack] for stack in (a, b))
     lower_a, lower_b = a[0].tensor(max_bytes), b[0].tensor(max_bytes).conj()
     products = torch.einsum("aij,ejl->aeil", lower_a, lower_b)
     crossed = torch.einsum("aeil,bcli->abce", products, products)

@@ -11,7 +11,6 @@ from torch import Tensor
 from tnlm.config import POLYNOMIAL_ATTENTIONS
 from tnlm.interp.checks import check_count
 from tnlm.interp.extraction import Extracted, extract
-from tnlm.interp.layers.bilinear import BilinearTensor
 from tnlm.interp.layers.decompositions import hosvd
 from tnlm.interp.layers.eigensolver import Eig
 from tnlm.interp.layers.spectra import eig
@@ -38,7 +37,7 @@ def report(
     *,
     tokens: Int[Tensor, "rows seq_plus_1"],
     tokenizer: "Tokenizer | None" = None,
-    target: int | None = None,
+    target: int | str | None = None,
     top: int = 8,
     progress: bool = True,
 ) -> Path:
@@ -70,7 +69,7 @@ def add_sections(
     *,
     tokens: Int[Tensor, "rows seq_plus_1"],
     tokenizer: "Tokenizer | None" = None,
-    target: int | None = None,
+    target: int | str | None = None,
     top: int = 8,
     progress: bool = True,
 ) -> None:
@@ -84,7 +83,7 @@ def add_sections(
     if target is None:
         with torch.no_grad():
             target = int(net.model(prompt[None])[0, -1, : net.config.d_vocab_used].argmax())
-    net.check_prompt("report", prompt, target=target)
+    target = net.read_token("target", target, tokenizer)
     names = [str(i) if tokenizer is None else tokenizer.decode([i]) for i in net.tokens]
     steps = [_model, _exactness, _scalars, _spectra, _heads, _truncation, _explanation]
     study = _Study(net, tokens, prompt, target, names, tokenizer, top)
@@ -216,10 +215,8 @@ def _truncation(page: Page, study: _Study) -> None:
     ranks = sorted({max(1, round(f * d)) for f in _FRACTIONS}, reverse=True)
     costs = []
     for rank in ranks:
-        out, inp = tucker.out[:, :rank], tucker.inp[:, :rank]
-        small = net.mlp[layer].fold(inp).project(out.mT).fold(inp.mT.contiguous()).project(out)
-        edited = BilinearTensor(small.w_l, small.w_r, small.w_d, net.mlp[layer].bias)
-        costs.append(delta_ce(net, with_mlp(net.model, {layer: edited}), study.tokens))
+        edited = with_mlp(net.model, {layer: tucker.reconstruct(rank, rank)})
+        costs.append(delta_ce(net, edited, study.tokens))
     curve, errors = [c.mean for c in costs], [c.error or 0.0 for c in costs]
     title = f"HOSVD of layer {layer} to equal input and output rank"
     page.figure(plot.truncation(ranks, {"layer": curve}, errors={"layer": errors}, title=title))
