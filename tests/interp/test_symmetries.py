@@ -7,6 +7,7 @@ turn along. Listed changes leave its numbers equal, changes that are not listed 
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from tests.limits import limit
 from tests.symmetries import SYMMETRIES
 from tests.test_symmetries import random_model, trained_model
-from tests.tiny_models import ids
+from tests.tiny_models import build, ids
 from tnlm import interp
 from tnlm.transformer import Transformer
 
@@ -157,6 +158,17 @@ def _heads(model: Transformer, layer: int) -> list[Any]:
     return [_net(model).attention[layer].head(n) for n in range(model.config.n_head)]
 
 
+@cache
+def _stranger(config: Any) -> Transformer:
+    return build(config, seed=11)
+
+
+def _other(model: Transformer) -> Transformer:
+    """A model of the same kind, which no change touches."""
+    hidden = 7 if model.config.d_hidden else 0
+    return _stranger(replace(model.config, d_hidden=hidden))
+
+
 def _ablated(model: Transformer) -> Any:
     explanation = interp.explain(model, _tokens(), 3, 5, components=2)
     rows = [r for r in explanation.rows if r.kind == "mlp" or (r.kind == "head" and r.source == 2)]
@@ -168,9 +180,9 @@ PROBES: dict[str, Callable[[Transformer], Any]] = {
     "ablate": _ablate,
     "alignment": lambda m: interp.alignment(_read(_net(m)), _net(m).mlp[LAYER].canonical().gram("in")),
     "attribute": lambda m: interp.attribute(m, _tokens(), 3).values,
-    "BilinearHead.inner": lambda m: _heads(m, 0)[0].inner(_heads(m, LAYER)[1], 2),
-    "BilinearHead.norm": lambda m: _heads(m, LAYER)[1].norm(2),
-    "BilinearHead.token_scores": lambda m: _table(_heads(m, LAYER)[1].token_scores(_inputs(m), 2, 3)),
+    "BilinearHead.inner": lambda m: _heads(m, 0)[0].inner(_heads(m, LAYER)[-1], 2),
+    "BilinearHead.norm": lambda m: _heads(m, LAYER)[-1].norm(2),
+    "BilinearHead.token_scores": lambda m: _table(_heads(m, LAYER)[-1].token_scores(_inputs(m), 2, 3)),
     "BilinearTensor.inner": lambda m: _net(m).mlp[LAYER].inner(_net(m).mlp[0]),
     "BilinearTensor.norm": lambda m: _net(m).mlp[LAYER].norm(),
     "Explanation.ablate": _ablated,
@@ -184,18 +196,18 @@ PROBES: dict[str, Callable[[Transformer], Any]] = {
     "eig": lambda m: interp.eig(_net(m).mlp[LAYER], _read(_net(m)), k=5).values,
     "explain": lambda m: _rows(interp.explain(m, _tokens(), 3, components=2).rows),
     "fix_gauge": lambda m: interp.fix_gauge(_net(m).mlp[LAYER]).w_d.norm(dim=0),
-    "haar_null": lambda m: interp.haar_null(_net(m).mlp[0], _net(m).mlp[LAYER]).z,
+    "haar_null": lambda m: list(interp.haar_null(_net(m).mlp[0], _net(m).mlp[LAYER]))[1:],
     "hosvd": lambda m: interp.hosvd(_net(m).mlp[LAYER], 3, 3).spectrum_in[:5],
     "jacobian_kernel": lambda m: ((_x(_net(m)) @ interp.jacobian_kernel(_net(m).mlp[LAYER])) * _x(_net(m))).sum(1),
     "layer_pairs": lambda m: interp.layer_pairs(_net(m).mlp[LAYER], _read(_net(m)), _x(_net(m))[:3]),
     "layer_shapley": lambda m: interp.layer_shapley(_net(m).mlp[LAYER], _read(_net(m)), _x(_net(m))[:3]),
-    "match_heads": lambda m: interp.match_heads(_heads(m, 0), _heads(m, LAYER)).similarity,
+    "match_heads": lambda m: interp.match_heads(_net(m).attention[0], _net(m).attention[LAYER], (0, 2)).similarity,
     "moments": lambda m: interp.moments(_net(m).mlp[LAYER]).mean @ _read(_net(m)),
     "path_table": lambda m: _table(interp.path_table(_net(m), LAYER, "mlp", 3)),
     "paths": _paths,
     "pattern_table": lambda m: interp.pattern_table(_net(m).attention[LAYER].head(1), _inputs(m), _inputs(m), 2),
     "remove": _removed,
-    "similarity": lambda m: interp.similarity(_net(m).mlp[0], _net(m).mlp[LAYER]).value,
+    "similarity": lambda m: interp.similarity(m, _other(m), distances=(0, 2), permutations=0).value,
     "truncate": _truncated,
     "vocab_bounds": lambda m: list(interp.vocab_bounds(_net(m), LAYER))[:2],
     "vocab_eigs": _vocab_eigs,
