@@ -294,7 +294,10 @@ class BilinearTensor:
         return cross_gram(self, self, metric, hermitian=True)
 
     def norm(self) -> Tensor:
-        """Frobenius norm of ``S``, float64."""
+        """Frobenius norm of ``S``, float64.
+
+        Symmetries: R E P U Q QR V N L H.
+        """
         return self.inner(self).real.clamp_min(0).sqrt()
 
     def inner(self, other: "BilinearTensor", kind: Literal["sym", "gaussian", "sphere"] = "sym") -> Tensor:
@@ -303,6 +306,8 @@ class BilinearTensor:
         ``sym``: of the tensors, ``<S_a, S_b>``. ``gaussian``: of the functions, bias included, ``E f_a(x) . f_b(x)``
         over ``N(0, 1)``. ``sphere``: the same uniformly over ``|x|**2 = d_in``. Five ``d_hidden**2 d_in`` products,
         about three with itself.
+
+        Symmetries: R E P U Q QR V N L H.
         """
         check_choice("kind", kind, ("sym", "gaussian", "sphere"))
         check_layer(other)
