@@ -1,7 +1,7 @@
 """The transformer: embedding, blocks and unembedding, in the order of the equations."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from tnlm.network import Network
 from tnlm.norm import NoNorm, RMSNorm
 from tnlm.points import Point, hooked, name_points
 from tnlm.rotary import rotary_tables
+
+if TYPE_CHECKING:
+    from tnlm.text.tokenizer import Tokenizer
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
 
@@ -131,6 +134,8 @@ class Transformer(nn.Module):
 
     source: Mapping[str, Any] | None = None
     """Where :func:`tnlm.load` took the weights from, as facts for a model card; None for a model made in memory."""
+    tokenizer: "Tokenizer | None" = None
+    """Tokenizer of text that is given in place of ids; :func:`tnlm.load` sets the one that was saved with the model."""
 
     def __init__(
         self,

@@ -174,19 +174,26 @@ def logit_lens(
 
 
 def explanation(e: "Explanation", *, top: int = 20) -> go.Figure:
-    """The ``top`` rows of an explanation as signed bars, and the sum of all others."""
+    """The ``top`` rows of an explanation as signed bars, and the sum of all others; hovering shows their shares."""
     rows = list(e.rows[:top])
     labels = _unique([e.label(r) for r in rows])
     values = [r.value for r in rows]
+    notes = [f"{e.share(r):+.1%} of the absolute sum" for r in rows]
     if len(e) > top:
         labels.append(f"{len(e) - top} other rows")
         values.append(sum(r.value for r in e.rows[top:]))
-    bars = go.Bar(y=labels, x=values, orientation="h", marker_color=_signs(np.array(values)))
-    figure = _styled(
-        go.Figure(bars), f"{e.title}: {e.logit:+.3f}", "exact given the norms of this run; before the softcap"
+        notes.append("sum of these rows")
+    bars = go.Bar(
+        y=labels,
+        x=values,
+        orientation="h",
+        marker_color=_signs(np.array(values)),
+        customdata=notes,
+        hovertemplate="%{y}: %{x:.4g}, %{customdata}<extra></extra>",
     )
+    figure = _styled(go.Figure(bars), f"{e.title}: {e.logit:+.3f}", e.summary, x="added to the logit")
     figure.update_yaxes(autorange="reversed", automargin=True)
-    return figure.update_layout(height=140 + 22 * len(labels))
+    return figure.update_layout(height=160 + 22 * len(labels))
 
 
 def similarity(matrix: Tensor, *, rows: Sequence[str], columns: Sequence[str], title: str = "Similarity") -> go.Figure:

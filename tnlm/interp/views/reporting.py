@@ -37,7 +37,7 @@ def report(
     *,
     tokens: Int[Tensor, "rows seq_plus_1"],
     tokenizer: "Tokenizer | None" = None,
-    target: int | None = None,
+    target: int | str | None = None,
     top: int = 8,
     progress: bool = True,
 ) -> Path:
@@ -69,7 +69,7 @@ def add_sections(
     *,
     tokens: Int[Tensor, "rows seq_plus_1"],
     tokenizer: "Tokenizer | None" = None,
-    target: int | None = None,
+    target: int | str | None = None,
     top: int = 8,
     progress: bool = True,
 ) -> None:
@@ -83,7 +83,7 @@ def add_sections(
     if target is None:
         with torch.no_grad():
             target = int(net.model(prompt[None])[0, -1, : net.config.d_vocab_used].argmax())
-    net.check_prompt("report", prompt, target=target)
+    target = net.read_token("target", target, tokenizer)
     names = [str(i) if tokenizer is None else tokenizer.decode([i]) for i in net.tokens]
     steps = [_model, _exactness, _scalars, _spectra, _heads, _truncation, _explanation]
     study = _Study(net, tokens, prompt, target, names, tokenizer, top)
