@@ -89,3 +89,10 @@ def test_says_what_is_polynomial(config, sentence):
 def test_imports_no_torch():
     code = "import sys, tnlm.checkpoints.card; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_example_names_ids_and_logits_of_their_own_sizes():
+    """70 of 96 ids are used: prompts hold the used ones, logits are over all."""
+    text = model_card(CONFIG.replace(d_vocab_used=70))
+    assert "ids below 70 -> (batch, seq, 96)" in text
+    assert "3 layers, width 32," in text

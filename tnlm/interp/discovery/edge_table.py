@@ -1,21 +1,23 @@
 """Connections between components that write and read the residual stream, from the weights and a set of tokens."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
 from tnlm.interp.checks import check_bytes, check_count, check_number, check_symmetric, check_tensor, check_view
 from tnlm.interp.extraction import Extracted
 from tnlm.interp.layers.heads import BilinearHead
 from tnlm.interp.ranking import as_table
-from tnlm.interp.vocabulary import centred, parallel_groups
-from tnlm.interp.vocabulary import token_weights as normalised
+from tnlm.interp.tokens.folded import draw_tokens, lifted, normed
+from tnlm.interp.vocabulary import centred
 
-# Tokens whose unembedding rows have at least this cosine count once: those that training never shows are parallel.
-_PARALLEL = 0.999
+Side = Literal["q", "k"]
+_SIDES: dict[Side, str] = {"q": "query", "k": "key"}
 
 
 class Edge(NamedTuple):
@@ -100,9 +102,9 @@ def edges(
     d = net.unembed.shape[1]
     count = 1 + net.n_layer * (1 + net.config.n_head)
     check_bytes("the Grams of all writers", (count, d, d), net.unembed.dtype, max_bytes, "use a smaller model")
-    ids, weights = _tokens(net, token_weights, samples, seed)
+    ids, weights = draw_tokens((net,), token_weights, samples, seed)
     writers = list(_writers(net, net.x0[ids]))
-    spread = [centred(_normed(net, writer.rows), weights) * weights.sqrt()[:, None] for writer in writers]
+    spread = [centred(normed(net, writer.rows), weights) * weights.sqrt()[:, None] for writer in writers]
     grams = torch.stack([rows.mT @ rows for rows in spread])
     found: list[Edge] = []
     for reader in _readers(net, ids, weights, distance):
@@ -167,32 +169,8 @@ def alignment(direction: Float[Tensor, "*batch d"], gram: Float[Tensor, "d d"]) 
     return gram.shape[0] * ((direction @ gram) * direction).sum(-1) / (length2 * trace)
 
 
-def _tokens(
-    net: Extracted, weights: Tensor | None, samples: int, seed: int
-) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
-    """Ids and weights of the tokens that the table is about."""
-    p = normalised(weights, net.unembed[: len(net.tokens)])
-    ids = p.nonzero()[:, 0]
-    if len(ids) > samples:
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.multinomial(p.double().cpu(), samples, generator=generator).sort().values.to(p.device)
-        p = torch.ones_like(p)
-    rows = centred(net.unembed[ids], p[ids])
-    ids = ids[parallel_groups(rows, _PARALLEL) == torch.arange(len(ids), device=ids.device)]
-    if len(ids) < 2:
-        raise ValueError(f"edges needs at least 2 tokens that differ and have a weight, got {len(ids)}")
-    return ids, p[ids] / p[ids].sum()
-
-
-def _normed(net: Extracted, x: Tensor) -> Tensor:
-    """Rows as a block reads them."""
-    return x if net.config.norm == "none" else x / (x.square().mean(-1, keepdim=True) + net.config.norm_eps).sqrt()
-
-
 def _arrival(net: Extracted, writer: int, reader: int) -> Tensor:
-    """Factor with which what layer ``writer`` writes (-1: the embedding) reaches layer ``reader``, of which
-    ``n_layer`` is the unembedding.
-    """
+    """Factor on what layer ``writer`` writes (-1: the embedding) when layer ``reader`` (n_layer: the end) reads it."""
     factor = net.unembed.new_ones(())
     for layer in range(writer + 1, min(reader + 1, net.n_layer)):
         factor = net.scalars.lambda0[layer] * factor
@@ -203,12 +181,7 @@ def _arrival(net: Extracted, writer: int, reader: int) -> Tensor:
 
 def _inputs(net: Extracted, x0: Tensor, layer: int) -> Tensor:
     """Normed input of a layer whose stream holds the embedding alone."""
-    return _normed(net, _arrival(net, -1, layer) * x0)
-
-
-def _lifted(net: Extracted, x: Tensor) -> Tensor:
-    """Inputs of a head: with query and key biases its maps read ``(1, x)``."""
-    return torch.cat([torch.ones_like(x[:, :1]), x], 1) if net.config.qk_bias else x
+    return normed(net, _arrival(net, -1, layer) * x0)
 
 
 def _heads(net: Extracted, layer: int) -> Iterator[tuple[int, BilinearHead]]:
@@ -222,9 +195,9 @@ def _writers(net: Extracted, x0: Tensor) -> Iterator[_Writer]:
     for layer in range(net.n_layer):
         x = _inputs(net, x0, layer)
         for n, head in _heads(net, layer):
-            rows = head.ov() @ _lifted(net, x).mT
+            rows = head.ov() @ lifted(net, x).mT
             if head.v0 is not None:
-                rows = rows + head.ov("first") @ _lifted(net, _inputs(net, x0, 0)).mT
+                rows = rows + head.ov("first") @ lifted(net, _inputs(net, x0, 0)).mT
             yield _Writer(f"head {layer}.{n}", 2 * layer, layer, rows.mT)
         if net.config.mlp != "none":
             yield _Writer(f"mlp {layer}", 2 * layer + 1, layer, net.mlp[layer](x))
@@ -236,45 +209,47 @@ def _readers(net: Extracted, ids: Tensor, weights: Tensor, distance: int) -> Ite
     for layer in range(net.n_layer):
         for n, head in _heads(net, layer):
             name, stage = f"head {layer}.{n}", 2 * layer
-            for side in _SIDES:
+            for side, words in _SIDES.items():
                 table = _pattern(net, layer, head, side, _inputs(net, x0, layer), distance)
                 # the constant coordinate is not part of the residual stream
                 gram = _pattern_gram(head, side, distance)[net.config.qk_bias :, net.config.qk_bias :]
-                yield _Reader(f"{name} {side}", stage, layer, table, gram)
+                yield _Reader(f"{name} {words}", stage, layer, table, gram)
             for source in ("layer", "first") if head.v0 is not None else ("layer",):
-                left, right = outputs @ head.ov(source).left, head.ov(source).right[:, net.config.qk_bias :]
-                first = source == "first"
-                yield _Reader(
-                    f"{name} {'first ' * first}value",
-                    0 if first else stage,
-                    0 if first else layer,
-                    lambda rows, left=left, right=right: left @ (right @ _normed(net, rows).mT),
-                    right.mT @ (left.mT @ (weights[:, None] * left)) @ right,
-                )
+                ov = head.ov(source)
+                left, right = outputs @ ov.left, ov.right[:, net.config.qk_bias :]
+                table = _logits(net, left, partial(F.linear, weight=right))
+                gram = right.mT @ (left.mT @ (weights[:, None] * left)) @ right
+                if source == "layer":
+                    yield _Reader(f"{name} value", stage, layer, table, gram)
+                else:
+                    yield _Reader(f"{name} first value", 0, 0, table, gram)
         if net.config.mlp != "none":
             mlp = net.mlp[layer]
-            read = lambda rows, mlp=mlp: outputs @ mlp(_normed(net, rows)).mT  # noqa: E731
-            yield _Reader(f"mlp {layer}", 2 * layer + 1, layer, read, mlp.canonical().gram("in", logits))
-    # a final norm changes the length of each row alone
-    final = (lambda rows: _normed(net, rows)) if net.config.has_final_norm else (lambda rows: rows)
-    yield _Reader("unembed", 2 * net.n_layer, net.n_layer, lambda rows: outputs @ final(rows).mT, logits)
+            gram = mlp.canonical().gram("in", logits)
+            yield _Reader(f"mlp {layer}", 2 * layer + 1, layer, _logits(net, outputs, mlp), gram)
+    final = _logits(net, outputs) if net.config.has_final_norm else lambda rows: outputs @ rows.mT
+    yield _Reader("unembed", 2 * net.n_layer, net.n_layer, final, logits)
 
 
-_SIDES: dict[str, Literal["q", "k"]] = {"query": "q", "key": "k"}
+def _logits(
+    net: Extracted, outputs: Tensor, part: Callable[[Tensor], Tensor] = lambda x: x
+) -> Callable[[Tensor], Tensor]:
+    """Function from rows of the stream to ``outputs`` times what a part makes of them, normed."""
+    return lambda rows: outputs @ part(normed(net, rows)).mT
 
 
 def _pattern(
-    net: Extracted, layer: int, head: BilinearHead, side: str, others: Tensor, distance: int
+    net: Extracted, layer: int, head: BilinearHead, side: Side, others: Tensor, distance: int
 ) -> Callable[[Tensor], Tensor]:
     """Function from the rows that one side reads to the pattern with the inputs ``others`` on the other side."""
-    other = "k" if side == "query" else "q"
+    other: Side = "k" if side == "q" else "q"
     positions = {"q": 0, "k": -distance}
     branches = (1,) if head.q2 is None else (1, 2)
-    tables = {b: head.token_table(_lifted(net, others), b, other, positions[other]) for b in branches}
+    tables = {b: head.token_table(lifted(net, others), b, other, positions[other]) for b in branches}
 
     def table(rows: Tensor) -> Tensor:
-        read = _lifted(net, _normed(net, rows))
-        scores = [tables[b] @ head.token_table(read, b, _SIDES[side], positions[_SIDES[side]]).mT for b in branches]
+        read = lifted(net, normed(net, rows))
+        scores = [tables[b] @ head.token_table(read, b, side, positions[side]).mT for b in branches]
         if head.attention == "softmax":
             return scores[0]
         if head.attention == "differential":
@@ -284,11 +259,11 @@ def _pattern(
     return table
 
 
-def _pattern_gram(head: BilinearHead, side: str, distance: int) -> Tensor:
+def _pattern_gram(head: BilinearHead, side: Side, distance: int) -> Tensor:
     if head.polynomial:
-        return head.read_gram(_SIDES[side], distance)
+        return head.read_gram(side, distance)
     forms = [head.qk(1, distance)] if head.q2 is None else [head.qk(1, distance), head.qk(2, distance)]
-    if side == "key":
+    if side == "k":
         forms = [form.mT for form in forms]
     grams = [form.left @ (form.right @ form.right.mT) @ form.left.mT for form in forms]
     # with QK norm the scale of a branch says nothing

@@ -3,6 +3,7 @@
 Its eigendecomposition is ``eig`` in ``spectra.py``; its other decompositions are in ``decompositions.py``.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -343,6 +344,21 @@ def check_layer(b: object, *, real: bool = False) -> None:
         )
     if real:
         check_real("the layer", b.w_l)
+
+
+def unit_scale(layer: BilinearTensor) -> tuple[BilinearTensor, float]:
+    """The quadratic part of a layer with factors of size 1, and the number that it was divided by, a power of 2.
+
+    Products of factors of any size then stay within the range of the dtype.
+    """
+    factors, size = [], 1.0
+    for w in (layer.w_l, layer.w_r, layer.w_d):
+        largest = float(w.abs().max()) if w.numel() else 0.0
+        scale = 2.0 ** math.floor(math.log2(largest)) if largest else 1.0
+        factors.append(w / scale)
+        size *= scale
+    w_l, w_r, w_d = factors
+    return replace(layer, w_l=w_l, w_r=w_r, w_d=w_d, bias=None), size
 
 
 def _is_orthogonal(m: Tensor) -> bool:
