@@ -146,6 +146,13 @@ def _with_mlp(model: Transformer) -> Any:
     return edited(ids(2, 6)).log_softmax(-1)
 
 
+def _gauged(model: Transformer) -> Any:
+    """Lengths of what the units write, and what they read with their signs, which are fixed in the basis."""
+    net = _net(model)
+    fixed = interp.fix_gauge(net.mlp[LAYER])
+    return [fixed.w_d.norm(dim=0), _x(net) @ fixed.w_l.mT]
+
+
 def _paths(model: Transformer) -> Any:
     return interp.paths(model, _tokens(), 3, [f"blocks.{LAYER}.hook_mlp_out"]).values
 
@@ -200,10 +207,7 @@ PROBES: dict[str, Callable[[Transformer], Any]] = {
     "effective_rank": lambda m: interp.effective_rank(_net(m).mlp[LAYER], _read(_net(m)), "participation"),
     "eig": lambda m: interp.eig(_net(m).mlp[LAYER], _read(_net(m)), k=5).values,
     "explain": lambda m: _rows(interp.explain(m, _tokens(), 3, components=2).rows),
-    "fix_gauge": lambda m: [
-        interp.fix_gauge(_net(m).mlp[LAYER]).w_l @ _x(_net(m))[3],
-        interp.fix_gauge(_net(m).mlp[LAYER]).w_d.norm(dim=0),
-    ],
+    "fix_gauge": _gauged,
     # the mean of traceless forms is 0
     "haar_null": lambda m: list(interp.haar_null(_net(m).mlp[0], _net(m).mlp[LAYER]))[1:],
     "hosvd": lambda m: interp.hosvd(_net(m).mlp[LAYER], 3, 3).spectrum_in[:5],
