@@ -63,7 +63,7 @@ def assert_interaction():
     assert (heat["z"], heat["x"], heat["y"]) == (q, ["u", "w"], ["u", "w"])
     assert (heat["zmin"], heat["zmid"], heat["zmax"]) == (-5, 0, 5)
     assert _titles(layout) == ["t", "input", "input"]
-    assert layout["yaxis"]["autorange"] == "reversed"
+    assert layout["yaxis"].get("autorange") == "reversed"
     assert "basis" not in layout["title"]["subtitle"]["text"]
     bare = _json(plot.interaction(torch.tensor(q)))[1]
     assert "basis" in bare["title"]["subtitle"]["text"]
