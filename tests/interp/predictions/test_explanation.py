@@ -159,6 +159,23 @@ def assert_known_rows(e=None):
     assert_close([ranked[k] for k in range(3)], EIGENVALUES)
 
 
+def assert_known_factor():
+    """Rows of the known model when layer 1 doubles its input, so that what was written before counts twice."""
+    model = known_model()
+    with torch.no_grad():
+        model.blocks[1].lambdas.copy_(torch.tensor([2.0, 0.0]))
+        # a head of layer 0 that reads token 1, at position 2 of the prompt, with pattern 1
+        attn, row = model.blocks[0].attn, 1 * 4 + 1  # head 1
+        attn.w_q1[row, 3] = attn.w_q2[row, 3] = 1
+        attn.w_k1[row, 1] = attn.w_k2[row, 1] = 2
+        attn.w_v[attn.d_head, 1] = 3
+        attn.w_o[7, attn.d_head] = 5
+    e = explain(model, PROMPT, TARGET)
+    found = {row.label: row.value for row in e.rows if row.layer != 1}
+    assert_close(found["direct path"], 2 * 0.5, dtype=torch.float32)
+    assert_close(found["L0.H1 from 2"], 2 * 0.5 * 5 * 3, dtype=torch.float32)
+
+
 def assert_known_ablations():
     """Predicted, held and actual of every part of the known model; for two parts they disagree."""
     e = explain(known_model(), PROMPT, TARGET)
@@ -231,10 +248,17 @@ def assert_known_figure():
     assert "9.5" in layout["title"]["subtitle"]["text"]
     assert "norms" not in layout["title"]["subtitle"]["text"]
     assert layout["xaxis"]["title"]["text"] == "added to the logit"
-    assert layout["yaxis"]["autorange"] == "reversed"
+    assert layout["yaxis"].get("autorange") == "reversed"
 
 
-CHECKS = [assert_known_rows, assert_known_ablations, assert_known_table, assert_known_record, assert_known_figure]
+CHECKS = [
+    assert_known_factor,
+    assert_known_rows,
+    assert_known_ablations,
+    assert_known_table,
+    assert_known_record,
+    assert_known_figure,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[7:])

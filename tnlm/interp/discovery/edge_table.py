@@ -159,7 +159,9 @@ def overlap(writers: Float[Tensor, "n d d"], reader: Float[Tensor, "d d"]) -> tu
 def alignment(direction: Float[Tensor, "*batch d"], gram: Float[Tensor, "d d"]) -> Float[Tensor, "*batch"]:
     """Share of a direction that a reader with Gram ``R`` reads, ``d w^T R w / (|w|**2 tr R)``: 1 for a random one.
 
-    Symmetries: R E P U Q QR V N L X H S.
+    With the Gram of a layer's `canonical` form S leaves it alone, too.
+
+    Symmetries: R E P U Q QR V N L X H.
     """
     check_tensor("gram", gram, (None, None))
     check_tensor("direction", direction, (..., gram.shape[0]), gram)
