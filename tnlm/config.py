@@ -23,6 +23,19 @@ GATED_MLPS = ("bilinear", "swiglu", "geglu", "reglu", "glu")
 POLYNOMIAL_MLPS = ("bilinear", "squared", "none")
 TWO_PAIR_ATTENTIONS = ("bilinear", "differential")
 POLYNOMIAL_ATTENTIONS = ("bilinear", "squared", "none")
+NOT_POLYNOMIAL = {
+    "swiglu": "silu is not a polynomial",
+    "geglu": "gelu is not a polynomial",
+    "reglu": "relu is polynomial only piecewise",
+    "glu": "the sigmoid is not a polynomial",
+    "relu2": "relu(x)**2 is polynomial only piecewise",
+    "relu": "relu is polynomial only piecewise",
+    "gelu": "gelu is not a polynomial",
+    "squared_normalized": "its rows are divided by their sum, which makes it rational",
+    "softmax": "softmax is not a polynomial",
+    "differential": "its two softmaxes are not polynomials",
+}
+"""Why a kind of MLP or attention has no tensor network."""
 
 FP32_EPS = 1.1920929e-07
 """``norm_eps`` of the released models: float32's machine epsilon, for every dtype."""
@@ -170,16 +183,41 @@ class ModelConfig:
         """Whether the unembedding reads a normed residual."""
         return self.norm == "rms" and self.final_norm
 
+    def why_not_polynomial(self, part: Literal["model", "layers", "mlp", "attention"] = "model") -> tuple[str, ...]:
+        """Reasons why a part of the model is not a polynomial of its input, one clause each; empty when it is.
+
+        Args:
+            part: The whole ``model``, as a function of its token embeddings; its ``layers``, ``mlp`` or ``attention``,
+                each as a function of its (normed) input.
+        """
+        mlp, attention = (
+            () if kind in polynomial else (f"the {kind} {name} is not polynomial: {NOT_POLYNOMIAL[kind]}",)
+            for name, kind, polynomial in (
+                ("MLP", self.mlp, POLYNOMIAL_MLPS),
+                ("attention", self.attention, POLYNOMIAL_ATTENTIONS),
+            )
+        )
+        rest = []
+        if self.norm == "rms":
+            rest.append('RMS norms divide by a root (norm="rms")')
+        if self.qk_norm and self.attention != "none":
+            rest.append("QK-norm divides by a root (qk_norm=True)")
+        if self.logit_softcap is not None:
+            rest.append(f"the softcap of the logits is a tanh (logit_softcap={self.logit_softcap:g})")
+        parts = {"mlp": mlp, "attention": attention, "layers": mlp + attention, "model": (*mlp, *attention, *rest)}
+        if part not in parts:
+            raise ValueError(f"part must be one of {', '.join(parts)}, got {part!r}")
+        return parts[part]
+
     @property
     def layers_polynomial(self) -> bool:
         """Whether MLP and attention are polynomials of their (normed) inputs."""
-        return self.mlp in POLYNOMIAL_MLPS and self.attention in POLYNOMIAL_ATTENTIONS
+        return not self.why_not_polynomial("layers")
 
     @property
     def polynomial(self) -> bool:
         """Whether the whole model is one polynomial: no norm, QK-norm or softcap either."""
-        qk_norm = self.qk_norm and self.attention != "none"
-        return self.layers_polynomial and self.norm == "none" and not qk_norm and self.logit_softcap is None
+        return not self.why_not_polynomial()
 
     @property
     def n_params(self) -> int:
@@ -301,7 +339,7 @@ class ModelConfig:
         if not config.polynomial:
             raise ValueError(
                 f"a pure model must be polynomial: mlp in {POLYNOMIAL_MLPS}, attention in {POLYNOMIAL_ATTENTIONS}, "
-                f'norm="none", qk_norm=False, logit_softcap=None; got mlp={mlp!r}, attention={attention!r}, {changes}. '
+                f'norm="none", qk_norm=False, logit_softcap=None; here {"; ".join(config.why_not_polynomial())}. '
                 "Use ModelConfig(...) for the baselines"
             )
         return config

@@ -186,19 +186,16 @@ class TextCommand(ModelCommand):
 
 
 def load_model(command: ModelCommand, *, dtype: str, device: str = "cpu") -> "Transformer":
-    """Load the model of a command, with the dtype by name; prints a line on stderr if it takes long."""
-    import torch
-
+    """Load the model of a command; prints a line on stderr if it takes long."""
     from tnlm.checkpoints.checkpoint import load
     from tnlm.output.progress import announce
 
-    wanted = dtype if dtype == "checkpoint" else getattr(torch, dtype)
     with announce(f"loading {command.model}"):
         return load(
             command.model,
             revision=command.revision,
             device=device,
-            dtype=wanted,
+            dtype=dtype,
             attention=command.attention,
             overrides=command.overrides,
         )

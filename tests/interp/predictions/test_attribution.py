@@ -79,10 +79,10 @@ def test_bad_requests_are_refused():
         attribute(model, torch.tensor([1]), 11)
     with pytest.raises(ValueError, match=r"target must be a token id in \[0, 11\), got 1.5"):
         attribute(model, torch.tensor([1]), 1.5)
-    with pytest.raises(ValueError, match=r"tokens must be a torch tensor \(seq,\), got list"):
+    with pytest.raises(ValueError, match=r"tokens must be text or a torch tensor \(seq,\), got list"):
         attribute(model, [1], 1)
     with pytest.raises(ValueError, match="one prompt"):
-        attribute(model, torch.tensor([[1]]), 1)
+        attribute(model, torch.tensor([[1], [2]]), 1)
     with pytest.raises(ValueError, match="method must be one of"):
         attribute(model, torch.tensor([1]), 1, "ig")
     with pytest.raises(ValueError, match="swiglu MLP is not polynomial"):

@@ -45,6 +45,9 @@ def ablate(
             position in another row of ``reference``, drawn with ``seed``.
         reference: Tokens whose values replace; by default ``tokens`` themselves, where ``resample`` takes another row.
 
+    Symmetries: R E U Q QR V N L X H S. Of log-probabilities, and of points whose basis the model fixes: what a point
+    inside a head or an MLP holds moves with its basis, and its mean along.
+
     Raises:
         ValueError: An unknown point (close matches are named), a head out of range, or a reference that does not fit.
     """
@@ -165,6 +168,8 @@ def delta_ce(
         tokens: Held-out rows; each predicts its last ``seq`` tokens from the first ``seq``. Released models with two
             query-key pairs: at most 512 positions.
 
+    Symmetries: R E U Q QR V N L X H S.
+
     Raises:
         ValueError: ``tokens`` is not a matrix of at least 2 columns, or the models have different vocabularies.
     """
@@ -204,6 +209,8 @@ def with_mlp(model: Transformer, layers: Mapping[int, BilinearTensor]) -> Transf
 
     Takes any :class:`BilinearTensor` of the layer's widths, such as rank truncations (:func:`hosvd`, :func:`truncate`),
     CP replacements (:func:`cp`) and edits by one eigen-component (:func:`remove`).
+
+    Symmetries: R E U Q QR V N L X H S. Of log-probabilities.
 
     Raises:
         ValueError: No such layer, or widths that do not fit.

@@ -30,8 +30,8 @@ class Attribution(NamedTuple):
 @torch.no_grad()
 def attribute(
     model: "Transformer | Extracted",
-    tokens: Int[Tensor, " seq"],
-    target: int,
+    tokens: Int[Tensor, " seq"] | str,
+    target: int | str,
     method: Literal["pairs", "shapley"] = "pairs",
     *,
     layers: Sequence[int] | None = None,
@@ -45,6 +45,7 @@ def attribute(
     Symmetries: R E P Q QR V L X H S.
 
     Args:
+        tokens, target: The prompt and one token: text, or ids.
         method: ``pairs`` gives every term of that sum, ``shapley`` the Shapley values of the components (baseline:
             nothing written), where the two components of a pair share its interaction equally.
         layers: MLPs to expand; by default all, or none for models whose MLPs are no polynomials.
@@ -54,7 +55,8 @@ def attribute(
     """
     net = model if isinstance(model, Extracted) else extract(model)
     check_choice("method", method, ("pairs", "shapley"))
-    _check(net, tokens, target, layers)
+    tokens, target = net.read_prompt("attribute", tokens), net.read_token("target", target)
+    _check_layers(net, layers)
     expanded = set(range(net.n_layer) if layers is None and net.config.mlp_is_form else layers or ())
     names, points = _components(net)
     run = record(net.model, tokens[None], [*points, *_norm_points(net)])
@@ -128,8 +130,7 @@ def _norm_points(net: Extracted) -> list[str]:
     return [*final, *(f"blocks.{layer}.ln2.hook_scale" for layer in layers)]
 
 
-def _check(net: Extracted, tokens: Tensor, target: int, layers: Sequence[int] | None) -> None:
-    net.check_prompt("attribute", tokens, target=target)
+def _check_layers(net: Extracted, layers: Sequence[int] | None) -> None:
     for layer in layers or ():
         check_count("every one of layers", layer, 0, net.n_layer - 1)
         net.mlp[layer]  # raises with the reason when the MLP has no tensor

@@ -150,7 +150,7 @@ class Explanation:
         Raises:
             ValueError: The row is not one of this explanation's.
 
-        Symmetries: R E P Q QR V L X H S.
+        Symmetries: R E P U Q QR V L X H S. U of a difference of two logits alone.
         """
         removal, point = self._removal(row), write_point(row)
         factor = self._net.embed_factor if row.layer is None else self._net.write_factors[row.layer]
@@ -185,9 +185,9 @@ class Explanation:
 
 def explain(
     model: "Transformer | Extracted | str",
-    tokens: Int[Tensor, " seq"] | Int[Tensor, "1 seq"],
-    target: int,
-    foil: int | None = None,
+    tokens: Int[Tensor, " seq"] | Int[Tensor, "1 seq"] | str,
+    target: int | str,
+    foil: int | str | None = None,
     *,
     components: int | None = 16,
     tokenizer: "Tokenizer | None" = None,
@@ -205,10 +205,10 @@ def explain(
 
     Args:
         model: A model, its :class:`Extracted` view, or anything :func:`tnlm.load` takes.
-        tokens: The prompt's ids.
-        target, foil: Ids below ``d_vocab_used``.
+        tokens: The prompt: text, or ids.
+        target, foil: One token each: text, or an id below ``d_vocab_used``.
         components: Eigen-components listed per layer; the others are one row. ``None`` lists all ``d_model``.
-        tokenizer: For texts in tables and plots only.
+        tokenizer: Of the text given and of that in tables and plots; by default the model's.
 
     Raises:
         ValueError: The prompt is empty or batched, an id is out of range, or ``components`` is negative.
@@ -219,9 +219,10 @@ def explain(
     Source: eigen-components after Pearce et al. 2025, arXiv:2410.08417.
     """
     net = model if isinstance(model, Extracted) else extract(model)
-    if isinstance(tokens, Tensor) and tokens.ndim == 2 and len(tokens) == 1:
-        tokens = tokens[0]
-    net.check_prompt("explain", tokens, target=target, foil=foil)
+    tokenizer = net.model.tokenizer if tokenizer is None else tokenizer
+    tokens = net.read_prompt("explain", tokens, tokenizer)
+    target = net.read_token("target", target, tokenizer)
+    foil = None if foil is None else net.read_token("foil", foil, tokenizer)
     if components is not None and not (isinstance(components, int) and components >= 0):
         raise ValueError(f"components must be at least 0, or None for all; got {components!r}")
     run = record(net.model, tokens[None], term_points(net))

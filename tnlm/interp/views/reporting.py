@@ -38,7 +38,7 @@ def report(
     *,
     tokens: Int[Tensor, "rows seq_plus_1"],
     tokenizer: "Tokenizer | None" = None,
-    target: int | None = None,
+    target: int | str | None = None,
     weights: Float[Tensor, " d_vocab_used"] | None = None,
     top: int = 8,
     progress: bool = True,
@@ -78,7 +78,7 @@ def add_sections(
     *,
     tokens: Int[Tensor, "rows seq_plus_1"],
     tokenizer: "Tokenizer | None" = None,
-    target: int | None = None,
+    target: int | str | None = None,
     weights: Float[Tensor, " d_vocab_used"] | None = None,
     top: int = 8,
     progress: bool = True,
@@ -93,7 +93,7 @@ def add_sections(
     if target is None:
         with torch.no_grad():
             target = int(net.model(prompt[None])[0, -1, : net.config.d_vocab_used].argmax())
-    net.check_prompt("report", prompt, target=target)
+    target = net.read_token("target", target, tokenizer)
     if weights is None:
         weights = tokens.flatten().bincount(minlength=len(net.tokens))
     weights = token_weights(weights, net.unembed[: len(net.tokens)])
