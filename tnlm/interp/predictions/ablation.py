@@ -47,6 +47,9 @@ def ablate(
             position in another row of ``reference``, drawn with ``seed``.
         reference: Tokens whose values replace; by default ``tokens`` themselves, where ``resample`` takes another row.
 
+    Symmetries: R E U Q QR V N L X H S. Of log-probabilities, and of points whose basis the model fixes: what a point
+    inside a head or an MLP holds moves with its basis, and its mean along.
+
     Raises:
         ValueError: An unknown point (close matches are named), a head out of range, or a reference that does not fit.
     """
@@ -168,6 +171,8 @@ def delta_ce(
         edited: An edited copy (:func:`with_mlp`), or edits at named points (:func:`ablation_edits`).
         tokens: Held-out rows; each predicts its last ``seq`` tokens from the first ``seq``. Released models with two
             query-key pairs: at most 512 positions.
+
+    Symmetries: R E U Q QR V N L X H S.
 
     Raises:
         ValueError: ``tokens`` is not a matrix of at least 2 columns, or the models have different vocabularies.
