@@ -62,7 +62,6 @@ NO_NUMBERS = {
     "match": "of a table that the caller made",
     "top_tokens": "of a matrix that the caller made",
     "trace_bounds": "of numbers that the caller made",
-    "report": "shows what other functions return",
     "top_examples": "shows places in text; its values are those of the layer",
 }
 """Public names that have no numbers of a model, with the reason."""
@@ -184,7 +183,7 @@ def _other(model: Transformer) -> Transformer:
 
 
 def _ablated(model: Transformer) -> Any:
-    explanation = interp.explain(model, _tokens(), 3, components=2)
+    explanation = interp.explain(model, _tokens(), 3, 5, components=2)
     rows = [r for r in explanation.rows if r.kind == "mlp" or (r.kind == "head" and r.source == 2)]
     rows.sort(key=lambda r: (r.kind, r.layer, str(r.head), str(r.component)))
     # differences of logits, which are as exact as the terms of a logit are

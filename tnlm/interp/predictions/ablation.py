@@ -39,8 +39,6 @@ def ablate(
 ) -> Float[Tensor, "batch seq d_vocab"]:
     """Logits with the values of some points replaced, everything after them recomputed.
 
-    Symmetries: R E U Q QR V N L X H S.
-
     Args:
         what: A point, one head of a point ``(name, head)``, or several of them, all ablated together.
         how: ``zero``; ``mean`` over rows and positions of ``reference``; or ``resample``: the value at the same
@@ -171,8 +169,6 @@ def delta_ce(
         edited: An edited copy (:func:`with_mlp`), or edits at named points (:func:`ablation_edits`).
         tokens: Held-out rows; each predicts its last ``seq`` tokens from the first ``seq``. Released models with two
             query-key pairs: at most 512 positions.
-
-    Symmetries: R E U Q QR V N L X H S.
 
     Raises:
         ValueError: ``tokens`` is not a matrix of at least 2 columns, or the models have different vocabularies.
