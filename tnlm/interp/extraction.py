@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 from torch import Tensor
 
 from tnlm.attention import Attention
@@ -126,7 +126,7 @@ class Extracted:
         return range(self.config.d_vocab_used, self.config.d_vocab)
 
     def unembed_centred(
-        self, weights: Float[Tensor, " d_vocab_used"] | None = None
+        self, weights: Real[Tensor, " d_vocab_used"] | None = None
     ) -> Float[Tensor, "d_vocab_used d_model"]:
         """Rows of the unembedding of the ids in use, minus their mean.
 

@@ -283,6 +283,8 @@ class BilinearTensor:
         Returns:
             ``(d_out, d_out)`` or ``(d_in, d_in)``, symmetric (Hermitian). Its eigenvalues are squared singular
             values: use float64 for the tail.
+
+        Symmetries: R E P U Q QR V N L H.
         """
         check_choice("mode", mode, ("out", "in"))
         if metric is not None:
@@ -294,15 +296,20 @@ class BilinearTensor:
         return cross_gram(self, self, metric, hermitian=True)
 
     def norm(self) -> Tensor:
-        """Frobenius norm of ``S``, float64."""
+        """Frobenius norm of ``S`` as it is stored, float64.
+
+        Symmetries: R E P U Q QR V N L H.
+        """
         return self.inner(self).real.clamp_min(0).sqrt()
 
     def inner(self, other: "BilinearTensor", kind: Literal["sym", "gaussian", "sphere"] = "sym") -> Tensor:
         """Inner product with another layer of the same shape; the last sum is in float64 (complex128).
 
         ``sym``: of the tensors, ``<S_a, S_b>``. ``gaussian``: of the functions, bias included, ``E f_a(x) . f_b(x)``
-        over ``N(0, 1)``. ``sphere``: the same uniformly over ``|x|**2 = d_in``. Five ``d_hidden**2 d_in`` products,
-        about three with itself.
+        over ``N(0, 1)``. ``sphere``: the same uniformly over ``|x|**2 = d_in``; it alone does not move under S. Five
+        ``d_hidden**2 d_in`` products, about three with itself.
+
+        Symmetries: R E P U Q QR V N L H.
         """
         check_choice("kind", kind, ("sym", "gaussian", "sphere"))
         check_layer(other)

@@ -62,7 +62,8 @@ class _Eigh(torch.autograd.Function):
             turn = vectors.mT @ grad_vectors
             gap = values[..., None, :] - values[..., :, None]
             eps, d = torch.finfo(values.dtype).eps, values.shape[-1]
-            tied = gap.abs() <= d * eps * values.abs().amax(-1)[..., None, None]
+            # vectors are off by d eps over the gap, here by more than 1/64
+            tied = gap.abs() <= 64 * d * eps * values.abs().amax(-1)[..., None, None]
             # derivative along the rotation of two tied vectors, which leaves the matrix as it is
             torque = torch.where(tied, turn - turn.mT, 0).abs()
             if bool((torque > eps**0.5 * grad_vectors.flatten(-2).norm(dim=-1)[..., None, None]).any()):

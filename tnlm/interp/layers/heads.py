@@ -137,11 +137,21 @@ class BilinearHead:
         return (a + a.transpose(2, 3)) / 4
 
     def norm(self, distance: int = 0) -> Tensor:
-        """Frobenius norm of the symmetric pattern tensor, float64; ``O(d_qk**2 d_in)``."""
+        """Frobenius norm of the symmetric pattern tensor, float64; ``O(d_qk**2 d_in)``.
+
+        With QK norm it moves with the scale of queries and keys, which the head does not see.
+
+        Symmetries: R E P U QR V L X H S.
+        """
         return self.inner(self, distance).real.clamp_min(0).sqrt()
 
     def inner(self, other: "BilinearHead", distance: int = 0) -> Tensor:
-        """Inner product of two symmetric pattern tensors, by traces of ``(d_qk, d_qk)`` matrices, in float64."""
+        """Inner product of two symmetric pattern tensors in one residual basis, so of heads of one model; float64.
+
+        By traces of ``(d_qk, d_qk)`` matrices. With QK norm it moves with the scale of queries and keys.
+
+        Symmetries: R E P U QR V L X H S.
+        """
         self._require_pattern("inner")
         other._require_pattern("inner")
         if self.d_in != other.d_in:
@@ -188,6 +198,8 @@ class BilinearHead:
 
         At layer 0 ``x`` is the normed embedding and the values are exactly those of the model, QK norm included. In
         later layers they are what the head would do if it read the embedding alone. Blockwise; ``4 V**2 d_qk`` flop.
+
+        Symmetries: R E P U Q QR V L X H S.
 
         Args:
             tokens: Ids that may appear, all rows of ``x`` by default; leave padding rows out here.

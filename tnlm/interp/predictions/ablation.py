@@ -39,6 +39,8 @@ def ablate(
 ) -> Float[Tensor, "batch seq d_vocab"]:
     """Logits with the values of some points replaced, everything after them recomputed.
 
+    Symmetries: R E U Q QR V N L X H S.
+
     Args:
         what: A point, one head of a point ``(name, head)``, or several of them, all ablated together.
         how: ``zero``; ``mean`` over rows and positions of ``reference``; or ``resample``: the value at the same
@@ -163,6 +165,8 @@ def delta_ce(
 ) -> DeltaCE:
     """Change of the cross-entropy on held-out text by an edit, paired by sequence.
 
+    Symmetries: R E U Q QR V N L X H S.
+
     Args:
         edited: An edited copy (:func:`with_mlp`), or edits at named points (:func:`ablation_edits`).
         tokens: Held-out rows; each predicts its last ``seq`` tokens from the first ``seq``. Released models with two
@@ -210,7 +214,7 @@ def with_mlp(model: Transformer, layers: Mapping[int, BilinearTensor]) -> Transf
     Takes any :class:`BilinearTensor` of the layer's widths, such as rank truncations (:func:`hosvd`, :func:`truncate`),
     CP replacements (:func:`cp`) and edits by one eigen-component (:func:`remove`).
 
-    Symmetries: R E U Q QR V N L X H S. Of log-probabilities.
+    Symmetries: R E U Q QR V N L X H S.
 
     Raises:
         ValueError: No such layer, or widths that do not fit.
