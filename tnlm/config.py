@@ -40,6 +40,12 @@ NOT_POLYNOMIAL = {
 FP32_EPS = 1.1920929e-07
 """``norm_eps`` of the released models: float32's machine epsilon, for every dtype."""
 
+FP32_TINY, FP32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The smallest normal and the largest number of float32: outside, a softcap is 0 or inf and makes NaN of logits."""
+
+MAX_SIZE = 2**63 - 1
+"""The largest size of an axis in torch."""
+
 LATER_FIELDS = frozenset({"final_norm", "mlp_hidden_bias"})
 """Fields that config files of earlier versions lack; the defaults are right for their models."""
 
@@ -125,10 +131,14 @@ class ModelConfig:
             value = getattr(self, field)
             if value is None and field == "logit_softcap":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"{field} must be a finite number >= 0, got {value!r}")
             if value == 0 and field != "norm_eps":
                 raise ValueError(f"{field} must be above 0, got {value!r}; leave it out or use null for off")
+            if value > FP32_MAX or 0 < value < FP32_TINY:
+                raise ValueError(
+                    f"{field} must be in float32's range, {FP32_TINY:.3g} to {FP32_MAX:.3g}, got {value!r}"
+                )
             object.__setattr__(self, field, float(value))
         if self.d_model % self.n_head:
             raise ValueError(
@@ -375,7 +385,7 @@ class ModelConfig:
         known = {f.name: f for f in dataclasses.fields(cls)}
         dropped = sorted(k for k in values if k in METADATA_KEYS and (k, values[k]) != ("model_type", "tnlm"))
         warn_dropped(dropped, source)
-        unknown = sorted(k for k in values if k not in known and k not in METADATA_KEYS)
+        unknown = sorted((k for k in values if k not in known and k not in METADATA_KEYS), key=str)
         required = (n for n, f in known.items() if f.default is dataclasses.MISSING)
         missing = sorted(n for n in required if n not in values)
         if unknown or missing:
@@ -399,6 +409,8 @@ def warn_dropped(keys: list[str], source: str) -> None:
 def _check_int(field: str, value: object, *, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{field} must be an integer >= {low}, got {value!r}")
+    if value > MAX_SIZE:
+        raise ValueError(f"{field} must be at most 2**63 - 1, got a number of {value.bit_length()} bits")
 
 
 _SIZES: dict[str, tuple[int, int, int]] = {

@@ -296,6 +296,8 @@ class Transformer(nn.Module):
         """
         if not isinstance(tokens, Tensor):
             raise ValueError(f"tokens must be a torch tensor (batch, seq), got {type(tokens).__name__}")
+        if tokens.layout != torch.strided:
+            raise ValueError(f"tokens must be a dense tensor, got {tokens.layout}; convert with .to_dense()")
         if tokens.ndim != 2:
             raise ValueError(
                 f"tokens must be (batch, seq), got shape {tuple(tokens.shape)}; add a batch axis with [None]"

@@ -3,6 +3,8 @@
 ``python -m pytest -v tests/interp/test_planted_faults.py`` prints one line per mistake.
 """
 
+from functools import partial
+
 import pytest
 
 from tests.interp.predictions import test_attribution as attributed
@@ -201,44 +203,44 @@ ATTRIBUTION = {
 }
 TABLES = {
     "not centred": (
-        lambda: tabled.assert_path_table(1),
+        partial(tabled.assert_path_table, 1),
         tables,
         "net.unembed_centred(weights)[ids])",
         "net.unembed[ids])",
     ),
     "mean without weights": (
-        lambda: tabled.assert_counted_table(1),
+        partial(tabled.assert_counted_table, 1),
         tables,
         "net.unembed_centred(weights)[ids])",
         "net.unembed_centred()[ids])",
     ),
     "tokens that never occur": (
-        lambda: tabled.assert_counted_table(1),
+        partial(tabled.assert_counted_table, 1),
         tables,
         "if weights is not None:\n        ids",
         "if weights is None:\n        ids",
     ),
     "value of block 0 left out": (
-        lambda: tabled.assert_path_table(1),
+        partial(tabled.assert_path_table, 1),
         tables,
         "    if first:\n",
         "    if first and False:\n",
     ),
     "value of block 0 of the layer's input": (
-        lambda: tabled.assert_path_table(1),
+        partial(tabled.assert_path_table, 1),
         tables,
         "bare_inputs(net, 0)[ids]))",
         "2 * inputs))",
     ),
-    "trace kept": (lambda: tabled.assert_path_table("mlp"), tables, "net.mlp[layer].canonical()", "net.mlp[layer]"),
+    "trace kept": (partial(tabled.assert_path_table, "mlp"), tables, "net.mlp[layer].canonical()", "net.mlp[layer]"),
     "factor of later layers left out": (
-        lambda: tabled.assert_path_table("mlp"),
+        partial(tabled.assert_path_table, "mlp"),
         tables,
         "factor * targets @ quadratic",
         "targets @ quadratic",
     ),
     "direct path of the first layer": (
-        lambda: tabled.assert_path_table("direct"),
+        partial(tabled.assert_path_table, "direct"),
         tables,
         "net.embed_factor * targets @",
         "targets @",
@@ -362,23 +364,23 @@ REPORT = {
 
 
 @pytest.mark.parametrize("fault", EXPLANATION)
-def test_fault_in_an_explanation_is_noticed(fault):
-    assert_noticed(*EXPLANATION[fault])
+def test_fault_in_an_explanation_is_noticed(fault, request):
+    assert_noticed(*EXPLANATION[fault], request)
 
 
 @pytest.mark.parametrize("fault", ATTRIBUTION)
-def test_fault_in_an_attribution_is_noticed(fault):
-    assert_noticed(*ATTRIBUTION[fault])
+def test_fault_in_an_attribution_is_noticed(fault, request):
+    assert_noticed(*ATTRIBUTION[fault], request)
 
 
 @pytest.mark.parametrize("fault", TABLES)
-def test_fault_in_a_table_over_tokens_is_noticed(fault):
-    assert_noticed(*TABLES[fault])
+def test_fault_in_a_table_over_tokens_is_noticed(fault, request):
+    assert_noticed(*TABLES[fault], request)
 
 
 @pytest.mark.parametrize("fault", PLOTS)
-def test_fault_in_a_figure_is_noticed(fault):
-    assert_noticed(*PLOTS[fault])
+def test_fault_in_a_figure_is_noticed(fault, request):
+    assert_noticed(*PLOTS[fault], request)
 
 
 def test_the_report_as_it_is_passes(tmp_path):
@@ -386,5 +388,5 @@ def test_the_report_as_it_is_passes(tmp_path):
 
 
 @pytest.mark.parametrize("fault", REPORT)
-def test_fault_in_the_report_is_noticed(fault, tmp_path):
-    assert_noticed(lambda: report_of_the_known_model(tmp_path), *REPORT[fault])
+def test_fault_in_the_report_is_noticed(fault, tmp_path, request):
+    assert_noticed(partial(report_of_the_known_model, tmp_path), *REPORT[fault], request)

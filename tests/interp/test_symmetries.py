@@ -53,6 +53,7 @@ NO_NUMBERS = {
     "Similarity": "a result of similarity",
     "Tucker": "a result of hosvd",
     "extract": "returns the weights themselves",
+    "report": "a page of numbers from other functions",
     "ablation_edits": "returns edits; ablate and delta_ce give numbers",
     "degrees": "of any function",
     "polynomial_coefficients": "of any function",
@@ -61,7 +62,6 @@ NO_NUMBERS = {
     "match": "of a table that the caller made",
     "top_tokens": "of a matrix that the caller made",
     "trace_bounds": "of numbers that the caller made",
-    "report": "shows what other functions return",
     "top_examples": "shows places in text; its values are those of the layer",
 }
 """Public names that have no numbers of a model, with the reason."""
@@ -99,10 +99,11 @@ def _table(rows: Any) -> list[Any]:
     return [torch.tensor(rows[c].to_numpy(dtype=float)) for c in rows.columns if c not in names]
 
 
-def _rows(rows: Any) -> list[Any]:
-    """Named terms, in the order of their names; components of an MLP by their size."""
+def _rows(rows: Any) -> Tensor:
+    """Named terms and their absolute sum, in the order of their names; components of an MLP by their size."""
     key = lambda row: tuple(str(x) for x in (row.kind, row.layer, row.head, row.source, row.component))  # noqa: E731
-    return [row.value for row in sorted(rows, key=key)]
+    values = [row.value for row in sorted(rows, key=key)]
+    return torch.tensor([*values, sum(map(abs, values))], dtype=torch.float64)
 
 
 def _truncated(model: Transformer) -> Any:
@@ -182,10 +183,12 @@ def _other(model: Transformer) -> Transformer:
 
 
 def _ablated(model: Transformer) -> Any:
-    explanation = interp.explain(model, _tokens(), 3, components=2)
+    explanation = interp.explain(model, _tokens(), 3, 5, components=2)
     rows = [r for r in explanation.rows if r.kind == "mlp" or (r.kind == "head" and r.source == 2)]
     rows.sort(key=lambda r: (r.kind, r.layer, str(r.head), str(r.component)))
-    return [x for row in rows for x in explanation.ablate(row)]
+    # differences of logits, which are as exact as the terms of a logit are
+    changes = [x for row in rows for x in explanation.ablate(row)]
+    return torch.tensor([*changes, explanation.absolute_sum], dtype=torch.float64)
 
 
 PROBES: dict[str, Callable[[Transformer], Any]] = {

@@ -1,6 +1,7 @@
 """Connections between components that write and read the residual stream, from the weights and a set of tokens."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -158,6 +159,8 @@ def overlap(writers: Float[Tensor, "n d d"], reader: Float[Tensor, "d d"]) -> tu
 def alignment(direction: Float[Tensor, "*batch d"], gram: Float[Tensor, "d d"]) -> Float[Tensor, "*batch"]:
     """Share of a direction that a reader with Gram ``R`` reads, ``d w^T R w / (|w|**2 tr R)``: 1 for a random one.
 
+    With the Gram of a layer's `canonical` form S leaves it alone, too.
+
     Symmetries: R E P U Q QR V N L X H.
     """
     check_tensor("gram", gram, (None, None))
@@ -224,9 +227,10 @@ def _readers(net: Extracted, ids: Tensor, weights: Tensor, distance: int) -> Ite
                 else:
                     yield _Reader(f"{name} first value", 0, 0, table, gram)
         if net.config.mlp != "none":
-            mlp = net.mlp[layer]
-            gram = mlp.canonical().gram("in", logits)
-            yield _Reader(f"mlp {layer}", 2 * layer + 1, layer, _logits(net, outputs, mlp), gram)
+            # constants of an MLP shift whole rows of the table, which are centred
+            mlp = replace(net.mlp[layer].canonical(), bias=None)
+            reader = _logits(net, outputs, mlp)
+            yield _Reader(f"mlp {layer}", 2 * layer + 1, layer, reader, mlp.gram("in", logits))
     final = _logits(net, outputs) if net.config.has_final_norm else lambda rows: outputs @ rows.mT
     yield _Reader("unembed", 2 * net.n_layer, net.n_layer, final, logits)
 

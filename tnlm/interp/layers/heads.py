@@ -139,12 +139,16 @@ class BilinearHead:
     def norm(self, distance: int = 0) -> Tensor:
         """Frobenius norm of the symmetric pattern tensor, float64; ``O(d_qk**2 d_in)``.
 
+        With QK norm it moves with the scale of queries and keys, which the head does not see.
+
         Symmetries: R E P U QR V L X H S.
         """
         return self.inner(self, distance).real.clamp_min(0).sqrt()
 
     def inner(self, other: "BilinearHead", distance: int = 0) -> Tensor:
-        """Inner product of two symmetric pattern tensors, by traces of ``(d_qk, d_qk)`` matrices, in float64.
+        """Inner product of two symmetric pattern tensors in one residual basis, so of heads of one model; float64.
+
+        By traces of ``(d_qk, d_qk)`` matrices. With QK norm it moves with the scale of queries and keys.
 
         Symmetries: R E P U QR V L X H S.
         """

@@ -39,13 +39,14 @@ def ablate(
 ) -> Float[Tensor, "batch seq d_vocab"]:
     """Logits with the values of some points replaced, everything after them recomputed.
 
-    Symmetries: R E U Q QR V N L X H S.
-
     Args:
         what: A point, one head of a point ``(name, head)``, or several of them, all ablated together.
         how: ``zero``; ``mean`` over rows and positions of ``reference``; or ``resample``: the value at the same
             position in another row of ``reference``, drawn with ``seed``.
         reference: Tokens whose values replace; by default ``tokens`` themselves, where ``resample`` takes another row.
+
+    Symmetries: R E U Q QR V N L X H S. Of log-probabilities, and of points whose basis the model fixes: what a point
+    inside a head or an MLP holds moves with its basis, and its mean along.
 
     Raises:
         ValueError: An unknown point (close matches are named), a head out of range, or a reference that does not fit.

@@ -150,7 +150,7 @@ class Explanation:
         Raises:
             ValueError: The row is not one of this explanation's.
 
-        Symmetries: R E P Q QR V L X H S.
+        Symmetries: R E P U Q QR V L X H S. U of a difference of two logits alone.
         """
         removal, point = self._removal(row), write_point(row)
         factor = self._net.embed_factor if row.layer is None else self._net.write_factors[row.layer]

@@ -245,17 +245,20 @@ def lambdas(net: "Extracted", *, title: str = "Mixing scalars by layer") -> go.F
 
 
 def lines(
-    curves: Mapping[str, tuple[Sequence[float | int], Sequence[float | int]]],
+    curves: Mapping[str, tuple[Tensor | Sequence[float | int], Tensor | Sequence[float | int]]],
     *,
     title: str,
     x: str,
     y: str,
     subtitle: str = "",
 ) -> go.Figure:
-    """Named lines, each a pair of x and y values."""
+    """Named lines, each a pair of x and y values: numbers or tensors of one axis, of equal length."""
     figure = go.Figure()
     for name, (xs, ys) in curves.items():
-        figure.add_scatter(x=list(xs), y=list(ys), name=name, mode="lines+markers")
+        across, up = _array(f"x of {name!r}", xs, 1), _array(f"y of {name!r}", ys, 1)
+        if len(across) != len(up):
+            raise ValueError(f"the line {name!r} must have as many x as y values, got {len(across)} and {len(up)}")
+        figure.add_scatter(x=across, y=up, name=name, mode="lines+markers")
     return _styled(figure, title, subtitle, x=x, y=y)
 
 
