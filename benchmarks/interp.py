@@ -40,6 +40,7 @@ TESTS = [
     "layers/test_bilinear",
     "layers/test_spectra",
     "layers/test_similarities",
+    "discovery/test_model_comparison",
     "tokens/test_token_spectra",
     "test_extraction",
 ]

@@ -369,8 +369,8 @@ SYMMETRIES = {
         ),
         Symmetry(
             "S",
-            "A multiple of `|x|^2` added to each output of an MLP, and taken from its bias: `|x|^2` is `d_model` "
-            "after a norm.",
+            "A multiple of the squared length of the input added to each output of an MLP, and taken from its bias: "
+            "after a norm the squared length is `d_model`.",
             "with norms, a bias, and a bilinear or squared MLP; up to `norm_eps`",
             _shift_traces,
             lambda c: c.norm == "rms" and c.mlp_bias and c.mlp_is_form,

@@ -16,8 +16,8 @@ from tests import tiny_models
 from tests.limits import ROUNDINGS, assert_close
 from tests.tiny_models import ATTENTIONS, MLPS, ids, tiny
 from tnlm.checkpoints.checkpoint import load
-from tnlm.config import ModelConfig
-from tnlm.explicit import NOT_POLYNOMIAL, augment
+from tnlm.config import NOT_POLYNOMIAL, ModelConfig
+from tnlm.explicit import augment
 from tnlm.mlp import MLP, BilinearMLP
 from tnlm.network import Network
 from tnlm.rotary import rotary_tables
@@ -42,7 +42,7 @@ def build(config):
 
 def inputs_of(model, tokens):
     one_hot = F.one_hot(tokens, model.config.d_vocab).to(model.embed.w_e)
-    return {"tokens": one_hot, **model.norm_wires(tokens)}
+    return {"tokens": one_hot, **model.inverse_norms(tokens)}
 
 
 def before_softcap(model, tokens):
@@ -183,7 +183,7 @@ def test_nested_network_is_the_forward_given_the_norms(changes):
 def test_nested_network_of_a_pure_model_takes_tokens_alone(mlp, attention):
     model = build(pure(mlp=mlp, attention=attention, n_layer=3, qk_bias=True))
     assert list(model.network(5).inputs) == ["tokens"]
-    assert model.norm_wires(ids(2, 5)) == {}
+    assert model.inverse_norms(ids(2, 5)) == {}
     assert_is_the_forward(model)
 
 
@@ -288,11 +288,11 @@ def test_refused_arguments():
         model.network(18)
     with pytest.raises(ValueError, match="v_first=True needs an attention with a value residual"):
         model.blocks[0].attn.network(5, v_first=True)
-    wired = build(tiny(n_layer=0))
-    inputs = inputs_of(wired, ids(2, 5))
+    normed = build(tiny(n_layer=0))
+    inputs = inputs_of(normed, ids(2, 5))
     del inputs["ln_final.hook_scale"]
     with pytest.raises(ValueError, match=r"missing ln_final.hook_scale; unknown none"):
-        wired.network(5).contract(inputs)
+        normed.network(5).contract(inputs)
     plain = random_mlp(bias=True)
     with pytest.raises(ValueError, match=r"size 5 in input 'x' of shape \(2, 5\) but size 6"):
         plain.network().contract({"x": torch.ones(2, 5, dtype=torch.float64)})

@@ -15,7 +15,7 @@ from tests.tiny_models import build, ids, tiny
 from tnlm import kernels
 from tnlm.checkpoints import released
 from tnlm.checkpoints.released import CrossEntropy
-from tnlm.checkpoints.verification import verification_table, verify, verify_released
+from tnlm.checkpoints.verification import Check, verification_table, verify, verify_released
 from tnlm.text.evaluate import cross_entropy
 
 MODEL = published_model()
@@ -190,6 +190,7 @@ def test_record_and_table(tmp_path, cache, files, monkeypatch):
     fill(cache, files)
     register(monkeypatch, MODEL.config, files)
     entry = dataclasses.replace(released.RELEASED["tiny"], name="elsewhere", repo="someone/elsewhere")
+    entry = dataclasses.replace(entry, config=tiny(mlp="swiglu", attention="softmax"))
     monkeypatch.setitem(released.RELEASED, "elsewhere", entry)
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "verification.json"
@@ -200,7 +201,10 @@ def test_record_and_table(tmp_path, cache, files, monkeypatch):
         "elsewhere": "not yet verified",
     }
     assert record["models"]["tiny"]["revision"] == COMMIT
-    said = record["models"]["elsewhere"]["checks"][0]["detail"]
+    elsewhere = record["models"]["elsewhere"]
+    assert (elsewhere["mlp"], elsewhere["attention"]) == ("swiglu", "softmax")
+    assert (elsewhere["n_params"], elsewhere["repo"]) == (entry.config.n_params, "someone/elsewhere")
+    said = elsewhere["checks"][0]["detail"]
     assert "offline mode is on" in said
     assert "the cache folder ~/cache does not hold it" in said
     # a later run keeps what it does not repeat
@@ -210,7 +214,7 @@ def test_record_and_table(tmp_path, cache, files, monkeypatch):
     link = "[someone/gpt2-tiny](https://huggingface.co/someone/gpt2-tiny)"
     assert f"| `tiny` | {link} | {MODEL.config.n_params:,} |" in table
     assert "| bilinear, bilinear | not yet verified | not measured |" in table
-    assert "`elsewhere`" in table
+    assert f"| {entry.config.n_params:,} | swiglu, softmax | not yet verified | not measured |" in table
     verify_released(path, names=["tiny"], text=ids(100))
     assert "| bilinear, bilinear | verified | " in verification_table(path)
     register(monkeypatch, MODEL.config.replace(n_layer=3), files)
@@ -226,3 +230,26 @@ def test_table_without_a_record(tmp_path):
     (tmp_path / "verification.json").write_text('{"models": {"x": {}}}')
     with pytest.raises(ValueError, match="KeyError"):
         verification_table(tmp_path / "verification.json")
+
+
+@pytest.mark.parametrize(
+    "file, numerics, cross, state",
+    [
+        ("passed", "passed", "passed", "verified"),
+        ("passed", "passed", "skipped", "not yet verified"),
+        ("skipped", "passed", "passed", "not yet verified"),
+        ("passed", "skipped", "passed", "not yet verified"),
+        ("failed", "skipped", "skipped", "failed"),
+        ("passed", "failed", "passed", "failed"),
+        ("passed", "passed", "failed", "failed"),
+    ],
+)
+def test_the_state_of_a_model_with_a_recorded_value(file, numerics, cross, state, tmp_path, files, monkeypatch):
+    names = ("file", "numerics", "cross_entropy")
+    made = [Check(name=n, status=s, detail="3.1") for n, s in zip(names, (file, numerics, cross), strict=True)]
+    monkeypatch.setattr("tnlm.checkpoints.verification.verify", lambda *_, **__: made)
+    register(monkeypatch, MODEL.config, files, cross_entropy=(known(MODEL, ids(100)),))
+    record = verify_released(tmp_path / "v.json", names=["tiny"])
+    assert record["models"]["tiny"]["state"] == state
+    shown = "not measured" if cross == "skipped" else "3.1"
+    assert verification_table(tmp_path / "v.json").endswith(f"| {state} | {shown} |\n")

@@ -192,3 +192,12 @@ PAST = State("bilinear", **SIZES).state_dict()
 def test_errors_name_what_does_not_fit(call, message):
     with pytest.raises(ValueError, match=message):
         call(State("bilinear", **SIZES))
+
+
+@BOTH
+def test_fewer_than_a_chunk_of_tokens_are_kept_as_they_are(kind):
+    *factors, v = (x.detach() for x in operands(kind, seq_q=2 * CHUNK + 3, dtype=torch.float32))
+    state = State(kind, **SIZES)
+    for n, kept in ((CHUNK - 1, CHUNK - 1), (1, 0), (1, 1), (CHUNK, 0)):
+        state.update(*(k[:, :n] for k in factors[1::2]), v[:, :n])
+        assert state.state_dict()["v"].shape[1] == state.state_dict()["k1"].shape[1] == kept

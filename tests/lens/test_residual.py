@@ -107,6 +107,28 @@ def test_each_part_is_what_its_label_says(config):
     assert_near(bias, hooked.accumulated_bias(n).expand_as(bias))
 
 
+def test_parts_are_labelled_by_their_own_weights():
+    """From the weights of that head, and of that unit alone: a sum over all of them cannot see an exchange."""
+    hooked, _, cache = run(tiny())
+    _, writes = factors(hooked.blocks)
+    heads = dict(zip(*cache.stack_head_results(return_labels=True)[::-1], strict=True))
+    units = dict(zip(*cache.stack_neuron_results(3, return_labels=True)[::-1], strict=True))
+    for i, block in enumerate(hooked.blocks):
+        for h in range(3):
+            w_o = block.attn.w_o[:, 10 * h : 10 * h + 10]
+            assert_near(heads[f"L{i}H{h}"], writes[i] * cache["z", i][:, :, h] @ w_o.T)
+        for j in range(7):
+            assert_near(units[f"L{i}N{j}"], writes[i] * cache["post", i][..., j, None] * block.mlp.w_d[:, j])
+    streams = dict(zip(*cache.accumulated_resid(incl_mid=True, return_labels=True)[::-1], strict=True))
+    for i in range(3):
+        assert_near(streams[f"{i}_pre"], cache["resid_pre", i])
+        assert_near(streams[f"{i}_mid"], cache["resid_mid", i])
+    assert list(streams)[-1] == "final_post"
+    bias = sum(writes[i] * block.mlp.bias for i, block in enumerate(hooked.blocks))
+    assert_near(hooked.accumulated_bias(3), bias)
+    assert not hooked.accumulated_bias(3, include_mlp_biases=False).any()
+
+
 def test_slices_and_projections_commute_with_the_sum():
     _, _, cache = run(tiny())
     expected = cache["ln_final.hook_normalized"]
@@ -250,6 +272,11 @@ def test_weights_in_their_names_compute_the_forward(mlp):
     y = cache["blocks.1.ln2.hook_normalized"]
     gate = block_mlp.W_gate if mlp != "relu2" else block_mlp.W_in
     assert_near(y @ gate, cache["pre", 1])
+    hidden = tiny(mlp=mlp, attention="bilinear", mlp_hidden_bias=True)
+    biased = lens.hook(build(hidden)).blocks[1].mlp
+    first, second = (biased.b_l, None) if mlp == "relu2" else (biased.b_r, biased.b_l)
+    assert biased.b_in is first
+    assert biased.b_gate is second
     if mlp == "relu2":
         assert block_mlp.W_gate is None
     else:

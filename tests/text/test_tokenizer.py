@@ -260,3 +260,18 @@ class TestSearchOrder:
         monkeypatch.setattr(tokenizers.urllib.request, "urlopen", fail)
         with pytest.raises(ValueError, match=r"the network \(failed: no route\)"):
             tokenizers.get("gpt2")
+
+
+def test_the_hash_tells_whether_end_of_text_is_an_id():
+    tokens = [bytes([byte]) for byte in range(256)]
+    with_it, without = (tokenizers.Tokenizer("x", tokens, eot=eot) for eot in (True, False))
+    assert with_it.hash != without.hash
+
+
+def test_ranks_of_a_rank_file_are_numbers():
+    """A small one, its lines in the order of the ranks as text: 0, 1, 10, 100, 101, ..."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"the"]
+    lines = [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
+    read = tokenizers._gpt2(b"".join(sorted(lines, key=lambda line: line.split()[1])))
+    assert [read.token_bytes(i) for i in range(len(tokens))] == tokens
+    assert read.encode("the") == [257]

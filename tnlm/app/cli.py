@@ -294,7 +294,7 @@ class Convert(ModelCommand):
 class Explain(TextCommand):
     """Write the logit of the next token as a ranked sum of named parts, from the weights.
 
-    Heads by the token they read, MLPs by eigen-component; exact given the norms of this run.
+    Heads by the token they read, MLPs by eigen-component; exact, given the norms of this run if any.
 
     $ tnlm explain runs/nano-bilinear-bilinear-s0 "def __init__(self" --target ","
     $ tnlm explain bilinear-bilinear-18l "Paris is in" --target " France" --foil " Spain" --html paris.html

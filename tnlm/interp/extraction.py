@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 from torch import Tensor
 
 from tnlm.attention import Attention
@@ -17,7 +17,6 @@ from tnlm.interp.contraction import contract
 from tnlm.interp.layers.bilinear import BilinearTensor, Domain
 from tnlm.interp.layers.heads import BilinearHead
 from tnlm.interp.vocabulary import centred, parallel_groups
-from tnlm.points import is_point, record
 from tnlm.rotary import rotary_frequencies
 from tnlm.text.default_tokenizer import encode_prompt, find_tokenizer, one_token
 from tnlm.text.tokenizer import Tokenizer
@@ -26,22 +25,28 @@ from tnlm.transformer import Transformer
 T = TypeVar("T")
 
 
-def extract(model_or_id: "Transformer | str | Any", *, dtype: torch.dtype | str | None = None) -> "Extracted":
+def extract(
+    model_or_id: "Transformer | Extracted | str | Any", *, dtype: torch.dtype | str | None = None
+) -> "Extracted":
     """Extract the explicit tensors of a model, as views of its parameters where the dtype allows.
 
     Args:
-        model_or_id: A :class:`tnlm.Transformer`, or anything that :func:`tnlm.load` takes.
+        model_or_id: A :class:`tnlm.Transformer`, anything that :func:`tnlm.load` takes, or what this function returned.
         dtype: Of every tensor, float32 or float64, or its name; ``None`` keeps the model's, with half precision widened
-            to float32.
+            to float32, and that of an :class:`Extracted`.
 
     Returns:
-        The tensors share memory with the model's parameters: an edit in place changes both. Call ``.check(tokens)``
-        first.
+        The tensors are the weights as they are stored, in the basis of the residual stream, and share memory with the
+        model's parameters: an edit in place changes both. Call ``.check(tokens)`` first.
 
     Raises:
         ValueError: The object is not a model, or nothing loadable.
     """
+    if dtype is not None:
+        dtype = as_dtype("dtype", dtype, (torch.float32, torch.float64), others=" or None")
     model = model_or_id
+    if isinstance(model, Extracted):
+        return model if dtype is None or dtype == model.dtype else Extracted(model=model.model, dtype=dtype)
     if not isinstance(model, Transformer):
         if isinstance(model, torch.nn.Module) or not isinstance(model, str | os.PathLike):
             raise ValueError(
@@ -50,8 +55,6 @@ def extract(model_or_id: "Transformer | str | Any", *, dtype: torch.dtype | str 
         from tnlm.checkpoints.checkpoint import load
 
         model = load(model)
-    if dtype is not None:
-        dtype = as_dtype("dtype", dtype, (torch.float32, torch.float64), others=" or None")
     return Extracted(model=model, dtype=dtype)
 
 
@@ -123,7 +126,7 @@ class Extracted:
         return range(self.config.d_vocab_used, self.config.d_vocab)
 
     def unembed_centred(
-        self, weights: Float[Tensor, " d_vocab_used"] | None = None
+        self, weights: Real[Tensor, " d_vocab_used"] | None = None
     ) -> Float[Tensor, "d_vocab_used d_model"]:
         """Rows of the unembedding of the ids in use, minus their mean.
 
@@ -200,7 +203,9 @@ class Extracted:
                 "biases on the hidden units (mlp_hidden_bias) make an MLP a form of (1, x), which the analyses of a "
                 "layer do not take; model.blocks[layer].mlp.tensor() has it, and model.network(seq) the whole model"
             )
-        return f"a {self.config.mlp} MLP is not polynomial, so it has no tensor; bilinear and squared ones have"
+        return (
+            f"{', '.join(self.config.why_not_polynomial('mlp'))}, so it has no tensor; bilinear and squared MLPs have"
+        )
 
     def _mlp_layer(self, layer: int) -> BilinearTensor:
         mlp = self.model.blocks[layer].mlp
@@ -246,11 +251,9 @@ class Extracted:
             a = lambda0 * a + lambda1
         return a
 
-    def norms(self, tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
-        """The inverse norms of a run by point: 1 over every ``...hook_scale``, each ``(batch, seq[, n_head], 1)``."""
-        names = [n for n, _ in self.model.named_modules() if is_point(n) and n.endswith("hook_scale")]
-        run = record(self.model, tokens, names)
-        return {name: 1 / self.cast(run[name]) for name in names}
+    def inverse_norms(self, tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
+        """The inverse norms of a run, as :meth:`Transformer.inverse_norms` gives them, in the dtype of this object."""
+        return {name: self.cast(value) for name, value in self.model.inverse_norms(tokens).items()}
 
     def check(self, tokens: Int[Tensor, "batch seq"]) -> float:
         """Largest difference between the tensors' logits and the model's, relative to the largest logit.
@@ -263,7 +266,7 @@ class Extracted:
         Raises:
             ValueError: MLP or attention is no polynomial.
         """
-        logits = contract(self, tokens, self.norms(tokens))
+        logits = contract(self, tokens, self.inverse_norms(tokens))
         with torch.no_grad():
             expected = self.model.pre_softcap(tokens).to(logits.dtype)
         if not logits.numel():

@@ -191,6 +191,8 @@ def load_model(command: ModelCommand, *, dtype: str, device: str = "cpu") -> "Tr
     from tnlm.checkpoints.checkpoint import load
     from tnlm.output.progress import announce
 
+    if device.startswith("meta"):
+        raise ValueError(f"--device must be one that holds values, such as cpu or cuda, got {device}")
     with announce(f"loading {command.model}"):
         return load(
             command.model,

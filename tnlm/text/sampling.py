@@ -111,7 +111,9 @@ def generate(
         max_new_tokens = min(DEFAULT_NEW_TOKENS, max(room, 1))
     limit = model.config.d_vocab_used
     assert limit is not None
-    _check_options(temperature, top_k, top_p, max_new_tokens)
+    temperature, top_k, top_p = _options(temperature, top_k, top_p)
+    if not _is_integer(max_new_tokens) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
     stops = torch.tensor(_stop_ids(stop, limit), dtype=torch.int64, device="cpu")
     if pad is not None:
         pad = _token_id("pad", pad, model.config.d_vocab)
@@ -149,7 +151,11 @@ def probabilities(
     """Probabilities in float64 from which :func:`generate` draws: temperature, then top-k, then top-p.
 
     A temperature of 0 puts everything on the largest logit, the first of equal ones.
+
+    Raises:
+        ValueError: An option is out of range.
     """
+    temperature, top_k, top_p = _options(temperature, top_k, top_p)
     z = logits.double()
     z = z - z.amax(-1, keepdim=True)
     if temperature == 0:
@@ -202,23 +208,33 @@ def _new_cache(model: Transformer, kind: str, length: int) -> Cache | None:
     return None if kind == "none" else Cache(config, recurrent=kind == "recurrent")
 
 
-def _check_options(temperature: float | int, top_k: int | None, top_p: float | int | None, max_new_tokens: int) -> None:
-    if not _is_number(temperature) or not math.isfinite(temperature) or temperature < 0:
+def _options(
+    temperature: float | int, top_k: int | None, top_p: float | int | None
+) -> tuple[float, int | None, float | None]:
+    """The three options as numbers of Python, whatever library they came from.
+
+    Raises:
+        ValueError: One is no number or out of range.
+    """
+    t, p = _as_float(temperature), None if top_p is None else _as_float(top_p)
+    if not 0 <= t < math.inf:
         raise ValueError(f"temperature must be a finite number >= 0 (0 is greedy), got {temperature!r}")
     if top_k is not None and (not _is_integer(top_k) or top_k < 1):
         raise ValueError(f"top_k must be an integer >= 1, or None for off, got {top_k!r}")
-    if top_p is not None and (not _is_number(top_p) or not 0 < top_p <= 1):
+    if p is not None and not 0 < p <= 1:
         raise ValueError(
             f"top_p must be above 0 and at most 1, or None for off, got {top_p!r}; temperature=0 is greedy"
         )
-    if not _is_integer(max_new_tokens) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
+    return t, None if top_k is None else operator.index(top_k), p
 
 
 def _check_prompt(model: Transformer, tokens: Tensor, pad: int | None, max_new_tokens: int) -> None:
     config = model.config
     assert config.d_vocab_used is not None
-    if isinstance(tokens, Tensor) and tokens.dtype in TOKEN_DTYPES and tokens.ndim == 2:
+    if isinstance(tokens, Tensor) and tokens.is_meta:
+        raise ValueError("tokens must hold values, got a tensor on the meta device; generate from ids on cpu or cuda")
+    dense = isinstance(tokens, Tensor) and tokens.layout == torch.strided
+    if dense and tokens.dtype in TOKEN_DTYPES and tokens.ndim == 2:
         _refuse_left_padding(tokens[:, :1].cpu(), config, pad)
     model.check_tokens(tokens, limit=config.d_vocab_used)
     if tokens.shape[1] == 0:
@@ -268,5 +284,11 @@ def _is_integer(value: object) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
 
 
-def _is_number(value: object) -> bool:
-    return hasattr(value, "__float__") and not isinstance(value, bool | Tensor)
+def _as_float(value: object) -> float:
+    """A real number of any library as a float; NaN if it is none, or too large for one."""
+    if not hasattr(value, "__float__") or isinstance(value, bool | Tensor):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

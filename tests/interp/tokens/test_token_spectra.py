@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.interp.builders import dense, make_layer, noise, shifted, sphere_points
+from tests.interp.builders import dense, make_layer, noise, on_sphere, shifted, sphere_points
 from tests.limits import assert_close, assert_within
 from tnlm.interp import BilinearTensor, vocab_bounds, vocab_eigs, vocab_moments
 
@@ -151,6 +151,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     for change in ({"k": 3}, {"which": "max"}, {"center": False}, {"tokens": range(17)}):
         with pytest.raises(ValueError, match="block of other weights, tokens or settings; pass an empty folder"):
             vocab_eigs(net, 0, **({"k": 2, "block": 7, "folder": tmp_path, "progress": False} | change))
+    sphere = SimpleNamespace(mlp=[on_sphere(net.mlp[0])], unembed=net.unembed, tokens=net.tokens)
+    with pytest.raises(ValueError, match="other weights"):
+        vocab_eigs(sphere, 0, k=2, block=7, folder=tmp_path, progress=False)
     net.mlp[0].w_d[0, 0] += 1
     with pytest.raises(ValueError, match="other weights"):
         vocab_eigs(net, 0, k=2, block=7, folder=tmp_path, progress=False)

@@ -17,7 +17,7 @@ from scipy.stats import t, ttest_ind, ttest_rel
 from tests.limits import assert_close
 from tests.training.small import small_config
 from tnlm.training.compare import statistics as cs
-from tnlm.training.compare.arms import Options, compare_arms, matched_n0
+from tnlm.training.compare.arms import Options, _spacing, compare_arms, matched_n0
 from tnlm.training.compare.report import to_dict, to_text, write
 from tnlm.training.compare.runs import Arm, Run, load_curves, load_run
 
@@ -534,6 +534,10 @@ class TestEstimators:
         curves = np.array([[5.0, 3.0, 4.0, 1.0]] * 5)
         found = cs.first_crossing(steps, curves, np.array([6.0, 4.0, 3.0, 2.0, 0.5]))
         np.testing.assert_allclose(found, [10, 15, 20, 35, np.inf])
+
+    @pytest.mark.parametrize("at, spacing", [(0, 10), (5, 10), (10, 10), (20, 30), (42, 5), (45, 5)])
+    def test_spacing_of_the_evaluations_around_a_step(self, at, spacing):
+        assert _spacing(np.array([0, 10, 40, 45]), at) == spacing
 
     def test_steps_to_is_the_inverse_of_loss_at(self):
         for steps in ([900, 1100], [800, 1000, 1300], [700, 900, 1100, 1400]):

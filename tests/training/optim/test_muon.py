@@ -382,3 +382,9 @@ def test_two_processes_save_on_one_rank_and_reload(tmp_path):
     optimiser.step()
     for p, q in zip(params, straight):
         assert_close(p, q)
+
+
+def test_the_costliest_matrix_goes_to_the_rank_with_the_least_work():
+    """Costs 4 s^2 l + 2 s^3 with sides s <= l: 10 x 10 costs 6,000, 4 x 9 costs 704, 2 x 50 costs 816, 5 x 5 750."""
+    assert balanced_owners([(4, 9), (10, 10), (50, 2), (5, 5)], 2) == [1, 0, 1, 1]
+    assert balanced_owners([(4, 9), (10, 10), (50, 2), (5, 5)], 3) == [2, 0, 1, 2]

@@ -51,10 +51,10 @@ def hosvd(b: BilinearTensor, rank_out: int, rank_in: int) -> Tucker:
     identity has full rank) is not part of the layer.
 
     Computed in float64: the eigenvalues of the Grams are squared singular values, so below 1e-8 of the largest singular
-    value they are rounding. Costs both Grams, about 11 ``n**2 d_in`` products with ``n = d_hidden`` (on the sphere
+    value they are rounding. Costs both Grams, about ten ``n**2 d_in`` products with ``n = d_hidden`` (on the sphere
     ``d_hidden + d_in``), and two eigendecompositions.
 
-    Symmetries: R E P Q QR V N L H S.
+    Symmetries: R E P U Q QR V N L H S.
 
     Source: De Lathauwer, De Moor and Vandewalle 2000; docs/mathematics.md (bound).
     """
@@ -75,7 +75,8 @@ def hosvd(b: BilinearTensor, rank_out: int, rank_in: int) -> Tucker:
     # of the bases (twice each), the core and the result, each rounded once to the dtype of the layer
     rounded = 1.1 * gamma(1, b.dtype) * (6 + 4 * rank_in**0.5 + 2 * rank_out**0.5) * size
     bound = squares.sqrt() + rounded + gamma(b.d_out + layer.d_hidden + b.d_in + 8, torch.float64) * size
-    return Tucker(core.to(b.dtype), *(t.to(b.dtype) for t in bases), *spectra, bound, layer)
+    out, inp = (basis.to(b.dtype) for basis in bases)
+    return Tucker(core.to(b.dtype), out, inp, spectra[0], spectra[1], bound, layer)
 
 
 def cp(
@@ -107,7 +108,7 @@ def cp(
         The fit in the gauge of `fix_gauge`. One sweep costs ``O(rank d_hidden d_in)`` and at most 30 conjugate-gradient
         steps of ``O(rank**2 d_in)`` for each input factor.
 
-    Symmetries: E P Q QR V N L H.
+    Symmetries: E P U Q QR V N L H.
     """
     check_layer(b, real=True)
     check_count("rank", rank, 1)
@@ -216,7 +217,7 @@ def fix_gauge(b: BilinearTensor) -> BilinearTensor:
     with a fixed generic vector, units are ordered by the length of their output column, longest first. A unit with a
     zero factor contributes nothing: it becomes zero and comes last. Ties keep their order.
 
-    Symmetries: E P Q QR V N L H.
+    Symmetries: E P U Q QR V N L H.
     """
     check_layer(b, real=True)
     scale_l, scale_r = b.w_l.norm(dim=1), b.w_r.norm(dim=1)
@@ -242,7 +243,7 @@ def truncate(b: BilinearTensor, u: Float[Tensor, " d_out"], k: int) -> BilinearT
     of `eig`; outputs orthogonal to ``u`` are as they were, others change by their overlap with ``u``. Adds ``d_in - k``
     hidden units; one dense eigendecomposition.
 
-    Symmetries: R E P Q QR V N L H S.
+    Symmetries: R E P U Q QR V N L H S.
     """
     check_layer(b, real=True)
     check_tensor("u", u, (b.d_out,), b.w_l)
@@ -256,7 +257,7 @@ def remove(
 ) -> BilinearTensor:
     """The layer with ``u . f(x)`` lowered by exactly ``sum_k values_k (vectors_k . x)**2``; one hidden unit more each.
 
-    Symmetries: R E P Q QR V N L H S.
+    Symmetries: R E P U Q QR V N L H S.
 
     Raises:
         ValueError: Bad shapes, NaN, or ``u = 0``, which names no direction.

@@ -62,7 +62,8 @@ class _Eigh(torch.autograd.Function):
             turn = vectors.mT @ grad_vectors
             gap = values[..., None, :] - values[..., :, None]
             eps, d = torch.finfo(values.dtype).eps, values.shape[-1]
-            tied = gap.abs() <= d * eps * values.abs().amax(-1)[..., None, None]
+            # vectors are off by d eps over the gap, here by more than 1/64
+            tied = gap.abs() <= 64 * d * eps * values.abs().amax(-1)[..., None, None]
             # derivative along the rotation of two tied vectors, which leaves the matrix as it is
             torque = torch.where(tied, turn - turn.mT, 0).abs()
             if bool((torque > eps**0.5 * grad_vectors.flatten(-2).norm(dim=-1)[..., None, None]).any()):
@@ -88,7 +89,7 @@ def lanczos(
     max_steps: int = 192,
     seed: int = 0,
     check_every: int = 4,
-) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n d k"]]:
+) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n d k"], Float[Tensor, "n k"]]:
     """Extreme eigenvalues and eigenvectors of ``n`` symmetric forms of width ``d``, which are applied, never formed.
 
     Approximate: the pairs of the last step, converged or not. All forms start from one random vector, so the result of
@@ -100,6 +101,9 @@ def lanczos(
         forms: ``forms(active (m,))`` is a function of ``x (m, d)``: row i is form ``active[i]`` applied to ``x[i]``.
         tol: A form is done when the estimated residuals of its pairs, relative to its largest value, are below it.
 
+    Returns:
+        Values, vectors, and residuals: the estimates ``|beta_m s_mk|`` plus a rounding floor.
+
     Source: Parlett, The Symmetric Eigenvalue Problem.
     """
     check_number("tol", tol, 0, above=True)
@@ -110,7 +114,7 @@ def lanczos(
     active = torch.arange(n, device=device)
     batch = _Batch.start(n, d, dtype=dtype, device=active.device, seed=seed)
     apply = forms(active)
-    done: list[tuple[Tensor, Tensor, Tensor]] = []
+    done: list[tuple[Tensor, ...]] = []
     while len(active):
         batch.extend(apply, min(check_every, max_steps - batch.steps))
         if batch.steps < min(2 * k, max_steps):
@@ -119,13 +123,15 @@ def lanczos(
         finished = ritz.converged | (batch.steps == max_steps)
         if bool(finished.any()):
             vectors = torch.bmm(batch.basis[finished].mT, ritz.weights[finished].to(dtype))
-            done.append((active[finished], ritz.values[finished].to(dtype), fix_signs(vectors)))
+            values, residuals = (t[finished].to(dtype) for t in (ritz.values, ritz.residuals))
+            done.append((active[finished], values, fix_signs(vectors), residuals))
             batch.keep(~finished)
             active = active[~finished]
             apply = forms(active)
-    index, values, vectors = (torch.cat(parts) for parts in zip(*done, strict=True))
+    index, values, vectors, residuals = (torch.cat(parts) for parts in zip(*done, strict=True))
     order = index.argsort()
-    return values[order], vectors[order]
+    floor = 8 * torch.finfo(dtype).eps * values.abs().amax(1, keepdim=True)
+    return values[order], vectors[order], (residuals + floor)[order]
 
 
 @dataclass(eq=False)
@@ -203,7 +209,8 @@ def _subtract(w: Tensor, known: Tensor) -> Tensor:
 class _Ritz(NamedTuple):
     values: Tensor  # (n, k) float64, in the order asked for
     weights: Tensor  # (n, m, k) their coefficients in the basis
-    converged: Tensor  # (n,) whether the estimated residuals of all are below the tolerance
+    residuals: Tensor  # (n, k) estimates
+    converged: Tensor  # (n,) whether all residuals are below the tolerance
 
 
 def _ritz(alpha: Tensor, beta: Tensor, k: int, which: Which, tol: float) -> _Ritz:
@@ -216,7 +223,7 @@ def _ritz(alpha: Tensor, beta: Tensor, k: int, which: Which, tol: float) -> _Rit
     residuals = beta[:, -1:].double() * s[:, -1].gather(-1, order).abs()
     settled = residuals <= tol * values.abs().amax(-1, keepdim=True)
     weights = s.gather(-1, order[:, None].expand(-1, s.shape[1], -1))
-    return _Ritz(values.gather(-1, order), weights, settled.all(-1))
+    return _Ritz(values.gather(-1, order), weights, residuals, settled.all(-1))
 
 
 def fix_signs(vectors: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch n k"]:

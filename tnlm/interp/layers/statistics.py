@@ -58,11 +58,14 @@ def moments(
 
     Args:
         mean, cov: Of the Gaussian inputs, 0 and 1 by default; ``kind="sphere"`` takes neither.
-        kind: ``sphere``, uniform on ``|x|**2 = d_in`` (RMS-normed inputs), or ``gaussian``. A constant coordinate is
+        kind: ``sphere``, uniform on ``|x|**2 = d_in`` (RMS-normed inputs), or ``gaussian``, whose inputs have many
+            lengths, so that a multiple of the identity counts (it moves under S). A constant coordinate is
             not Gaussian: keep it apart as the bias instead of lifting to ``(1, x)``.
 
     Returns:
         Costs one output Gram, about three ``d_hidden**2 d_in`` products.
+
+    Symmetries: R E P U Q QR V N L H S.
 
     Raises:
         ValueError: Bad shapes, NaN, complex weights, ``cov`` not symmetric positive semi-definite.
@@ -107,10 +110,13 @@ def bounds(
 
     Args:
         radius2: ``d_in`` by default, the squared length of an RMS-normed input. With a norm's eps > 0 inputs lie in
-            the ball, where an end that the sphere cannot bring past zero is attained at ``x = 0``.
+            the ball, where an end that the sphere cannot bring past zero is attained at ``x = 0``. Other lengths than
+            ``d_in`` see a multiple of the identity (they move under S).
 
     Returns:
         The bias adds ``u . bias`` to both ends. One dense eigendecomposition per direction.
+
+    Symmetries: R E P U Q QR V N L H S.
 
     Raises:
         ValueError: Bad shapes, NaN, complex weights, a negative radius.
@@ -191,8 +197,11 @@ def jacobian_kernel(
     """The matrix ``K = 4 G_in``, by which Jacobians at two inputs have the inner product ``<J(x), J(y)> == x^T K y``.
 
     With ``second_moment = E[x x^T]`` of some data it is instead the expectation ``E[J(x)^T J(x)]``, exactly. Show it
-    next to the kernel without data, which also covers directions that the data does not reach. About eight
-    ``d_hidden**2 d_in`` products.
+    next to the kernel without data, which also covers directions that the data does not reach. About seven
+    ``d_hidden**2 d_in`` products. It holds the slope along ``x`` too, which inputs of one length do not have, so it
+    moves under S: pass ``b.canonical()`` for what they fix.
+
+    Symmetries: R E P U Q QR V N L H.
     """
     check_layer(b)
     if second_moment is None:

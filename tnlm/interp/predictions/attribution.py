@@ -17,9 +17,10 @@ from tnlm.transformer import Transformer
 class Attribution(NamedTuple):
     """Contributions to one logit; ``values.sum()`` is the logit before the softcap, given the norms of this run.
 
-    ``names`` are the components; ``names[0]``, the constant, holds the biases of the expanded MLPs. With
-    ``method="pairs"`` ``values`` is a symmetric (p, p) matrix, and a component's direct path to the logit is split
-    equally between its two entries with the constant. With ``method="shapley"`` it is (p,).
+    ``names`` are the components; ``names[0]``, the constant, holds the biases of the expanded MLPs and, on normed
+    inputs, the traces of their forms, which no component owns. With ``method="pairs"`` ``values`` is a symmetric (p, p)
+    matrix, and a component's direct path to the logit is split equally between its two entries with the constant. With
+    ``method="shapley"`` it is (p,). A model without norms needs nothing of a run.
     """
 
     values: Float[Tensor, "..."]
@@ -39,7 +40,9 @@ def attribute(
 
     Each MLP of ``layers`` is expanded as the quadratic form of its input, whose parts are the writes of the components
     before it, so ``logit = direct + sum_pq f_p . Q f_q``. An MLP that is not expanded is a component with a direct path
-    only. Exact given the norms of this run.
+    only. Exact given the norms of this run, if the model has any.
+
+    Symmetries: R E P Q QR V L X H S.
 
     Args:
         tokens, target: The prompt and one token: text, or ids.
@@ -72,10 +75,10 @@ def attribute(
             parts[start : start + net.config.n_head] = _head_writes(net, layer, run)
         if net.config.mlp != "none":
             if layer in expanded:
-                inverse_norm = 1 / _scale(net, run, f"blocks.{layer}.ln2.hook_scale")
-                values += factor * layer_pairs(net.mlp[layer], read, parts * inverse_norm)
-                if net.mlp[layer].bias is not None:
-                    values[0, 0] += factor * (read @ net.mlp[layer].bias)
+                mlp, x = net.mlp[layer], parts / _scale(net, run, f"blocks.{layer}.ln2.hook_scale")
+                values += factor * layer_pairs(mlp.canonical(), read, x)
+                constant = mlp.shift() * x.sum(0).square().sum() + (0 if mlp.bias is None else mlp.bias)
+                values[0, 0] += factor * (read @ constant)
             parts[names.index(f"L{layer}.MLP")] = net.cast(run[f"blocks.{layer}.hook_mlp_out"])[0, -1]
     direct = parts @ read
     for layer in expanded:

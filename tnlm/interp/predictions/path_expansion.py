@@ -47,15 +47,14 @@ def paths(
     Cost: ``prod(degree + 1)`` forwards; a branch's degree grows by a factor of 5 with every later attention and 2 with
     every later MLP, so choose branches of late layers, or few layers of small models.
 
+    Symmetries: R E P Q QR V N L X H.
+
     Raises:
         ValueError: A layer is no polynomial, a name is no branch, or more than ``max_forwards`` are needed.
     """
     net = model if isinstance(model, Extracted) else extract(model)
-    if not net.config.layers_polynomial:
-        raise ValueError(
-            f"paths need polynomial layers, got mlp={net.config.mlp!r}, attention={net.config.attention!r}; "
-            "explain takes every kind"
-        )
+    if reasons := net.config.why_not_polynomial("layers"):
+        raise ValueError(f"paths need polynomial layers, but {', '.join(reasons)}; explain takes every kind")
     tokens, target = net.read_prompt("paths", tokens), net.read_token("target", target)
     if len(set(branches)) != len(branches):
         raise ValueError(f"branches must differ, got {list(branches)}")
@@ -75,7 +74,7 @@ def paths(
 
     def logit(factors: Complex[Tensor, " branches"]) -> Complex[Tensor, ""]:
         edits = {branch: _scaled(factor) for branch, factor in zip(branches, factors.to(wide), strict=True)}
-        x0 = net.model.embedding(tokens[None])
+        x0 = net.model.embedding(tokens[None]).to(wide)  # all of it: later values are mixed with those of block 0
         if "hook_embed" in edits:
             x0 = edits.pop("hook_embed")(x0)
         with intervene(net.model, scales | edits):

@@ -105,7 +105,7 @@ def vocab_eigs(
     check_bytes("the eigenvectors", (len(ids), b.d_in, k), b.dtype, max_bytes, "pass tokens= or a smaller k")
     directions = _directions(net, center, weights)[ids]
     dense = not iteration_pays(b.d_in, len(ids), k)
-    settings: dict[str, Any] = {"layer": layer, "k": k, "tol": tol, "which": which}
+    settings: dict[str, Any] = {"layer": layer, "domain": b.domain, "k": k, "tol": tol, "which": which}
     settings |= {"max_steps": max_steps, "seed": seed, "block": block}
     store = None if folder is None else BlockStore(Path(folder), settings, (b.w_l, b.w_r, b.w_d, directions))
     norms2: Tensor | None = None
