@@ -43,7 +43,7 @@ $(VENV)/.dev: $(VENV)/.test
 	@touch $@
 
 demo: $(VENV)/.base
-	$(PY) -m tnlm.app.demo
+	$(VENV)/bin/tnlm demo
 
 test: $(VENV)/.test
 	$(PYTEST) tests
