@@ -184,7 +184,7 @@ def _other(model: Transformer) -> Transformer:
 
 def _ablated(model: Transformer) -> Any:
     explanation = interp.explain(model, _tokens(), 3, 5, components=2)
-    rows = [r for r in explanation.rows if r.kind == "mlp" or (r.kind == "head" and r.source == 2)]
+    rows = [r for r in explanation.rows if r.layer == LAYER and (r.kind == "mlp" or r.source == 2)]
     rows.sort(key=lambda r: (r.kind, r.layer, str(r.head), str(r.component)))
     # differences of logits, which are as exact as the terms of a logit are
     changes = [x for row in rows for x in explanation.ablate(row)]
@@ -224,7 +224,7 @@ PROBES: dict[str, Callable[[Transformer], Any]] = {
     "paths": _paths,
     "pattern_table": lambda m: interp.pattern_table(_net(m).attention[LAYER].head(0), _inputs(m), _inputs(m), 2),
     "remove": _removed,
-    "similarity": lambda m: interp.similarity(m, _other(m)).value,
+    "similarity": lambda m: interp.similarity(m, _other(m), distances=(0, 2), permutations=0).value,
     "truncate": _truncated,
     "vocab_bounds": lambda m: list(interp.vocab_bounds(_net(m), LAYER))[:2],
     "vocab_eigs": _vocab_eigs,
