@@ -53,7 +53,6 @@ NO_NUMBERS = {
     "Similarity": "a result of similarity",
     "Tucker": "a result of hosvd",
     "extract": "returns the weights themselves",
-    "report": "a page of numbers from other functions",
     "ablation_edits": "returns edits; ablate and delta_ce give numbers",
     "degrees": "of any function",
     "polynomial_coefficients": "of any function",

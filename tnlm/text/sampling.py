@@ -289,6 +289,6 @@ def _as_float(value: object) -> float:
     if not hasattr(value, "__float__") or isinstance(value, bool | Tensor):
         return math.nan
     try:
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan

@@ -150,6 +150,18 @@ def test_every_side_against_loops_over_pairs_of_tokens(writer, weighted):
     assert_close(first["value"], lamb_sign * cosine_by_loops(table, [weights[t] for t in kept]), scale=1.0)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "differential"])
+def test_softmax_heads_are_read_through_their_scores(kind):
+    net = interp.extract(model(kind))
+    head, x = net.attention[0].head(1), net.x0[:11]
+    mix = float(net.scalars.differential[0]) if kind == "differential" else 0.0
+    scores = [head.token_table(x, n, "q") @ head.token_table(x, n, "k").T for n in (1, 2)[: 1 + (kind != "softmax")]]
+    table = scores[0] - mix * scores[-1]
+    assert kind == "softmax" or abs(mix) > 1e-3
+    want = cosine_by_loops(table.tolist(), torch.ones(11))
+    assert_close(cell(table_of(kind), "embed", "head 0.1 key")["value"], want, scale=1.0)
+
+
 def test_overlap_is_of_the_variation_between_tokens_and_of_centred_logits():
     p, _, writes = released_by_hand()
     net = interp.extract(model("released"))

@@ -146,6 +146,9 @@ def test_chance_is_the_value_with_tokens_renamed():
         for w in (renamed.embed.w_e, renamed.unembed.w_u):
             w[:11] = w[order]
     assert_close(found.chance[0], similarity(a, renamed, permutations=0).value, scale=1.0)
+    weighted = {"token_weights": 1.0 + torch.arange(11), "seed": 3}
+    one, other = similarity(a, b, **weighted, permutations=1), similarity(a, renamed, **weighted, permutations=0)
+    assert_close(one.chance[0], other.value, scale=1.0)
     assert similarity(a, b, permutations=0).chance is None
     assert float((found.chance[0] - found.chance[1]).abs().min()) > 0
 

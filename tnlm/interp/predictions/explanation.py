@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ class Explanation:
         """``logit`` minus the sum of the rows."""
         return self.logit - sum(row.value for row in self.rows)
 
-    @property
+    @cached_property
     def absolute_sum(self) -> float:
         """Sum of the absolute values of the rows."""
         return sum(abs(row.value) for row in self.rows)

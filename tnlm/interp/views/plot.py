@@ -258,7 +258,7 @@ def lines(
         across, up = _array(f"x of {name!r}", xs, 1), _array(f"y of {name!r}", ys, 1)
         if len(across) != len(up):
             raise ValueError(f"the line {name!r} must have as many x as y values, got {len(across)} and {len(up)}")
-        figure.add_scatter(x=across, y=up, name=name, mode="lines+markers")
+        figure.add_scatter(x=across.tolist(), y=up.tolist(), name=name, mode="lines+markers")
     return _styled(figure, title, subtitle, x=x, y=y)
 
 

@@ -206,11 +206,10 @@ def _heads(page: Page, study: _Study) -> None:
             written = copied_values(net, layer, n, bare_inputs(net, layer)[ids], ids)
             typical = float(LowRank(targets @ written.left, written.right).norm()) / len(ids)
             found = path_table(net, layer, n, 1, by="all", which="abs", weights=study.weights)
-            moved = [Pair(*row) for row in (found.itertuples(index=False) if hasattr(found, "itertuples") else found)]
-            pair = [(repr(study.names[p.source]), repr(study.names[p.target]), p.value) for p in moved] or [
-                ("", "", "")
-            ]
-            rows.append((f"L{layer}.H{n}", typical, *pair[0]))
+            pairs = [Pair(*row) for row in (found.itertuples(index=False) if hasattr(found, "itertuples") else found)]
+            # none where the text has one token alone
+            strongest = [x for p in pairs for x in (repr(study.names[p.source]), repr(study.names[p.target]), p.value)]
+            rows.append((f"L{layer}.H{n}", typical, *(strongest or ["", "", ""])))
     page.text(
         "What a head adds to centred logits when it reads a bare token with weight 1, before the factor of the final "
         f"norm, over the {len(ids):,} tokens that occur and differ: root mean square of all pairs, and the strongest "
