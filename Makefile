@@ -6,7 +6,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(PY) -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help demo test test-hosts test-typed mutants compile-kernels check check-all test-gpu types lint notebooks docs pages dist bench clean
+.PHONY: help demo test test-hosts test-typed mutants compile-kernels check check-all test-gpu fuzz types lint notebooks docs pages dist bench clean
 
 help:
 	@echo "make demo       install, train two nano models on a CPU, compare, decompose one, write an HTML page (minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make dist       build wheel and sdist, check them, try the wheel in a fresh environment"
 	@echo "make bench      the CPU benchmarks (tens of minutes)"
 	@echo "make compile-kernels  the Triton kernels ahead of time, without a GPU; KERNELS=--all for every target"
+	@echo "make fuzz       2,000 random configs, checkpoint folders, sampling arguments and command lines each"
 	@echo "make check-all  check, test, test-typed, notebooks, pages, the slow tests, every kernel target"
 	@echo "make clean      remove the environment and what was built, trained and demonstrated (runs/, demo/)"
 
@@ -94,6 +95,9 @@ dist: $(VENV)/.dev  # wheel and sdist, checked, and the wheel tried in a fresh e
 
 bench: $(VENV)/.test
 	for b in attention loading interp train_step; do OMP_NUM_THREADS=1 $(PY) benchmarks/$$b.py || exit 1; done
+
+fuzz:
+	TNLM_FUZZ_CASES=2000 $(PYTEST) tests/test_fuzz.py
 
 check-all: check test test-typed notebooks pages
 	$(PYTEST) -m "slow and not gpu and not network" tests

@@ -32,7 +32,7 @@ import torch
 import tnlm
 from tnlm import interp
 from tnlm.interp.layers.bilinear import BilinearTensor
-from tnlm.interp.layers.spectra import DENSE_WIDTH, krylov, squared_norms
+from tnlm.interp.layers.spectra import DENSE_WIDTH, iteration_pays, krylov, squared_norms
 from tnlm.interp.layers.statistics import trace_bounds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +40,7 @@ TESTS = [
     "layers/test_bilinear",
     "layers/test_spectra",
     "layers/test_similarities",
+    "discovery/test_model_comparison",
     "tokens/test_token_spectra",
     "test_extraction",
 ]
@@ -81,11 +82,12 @@ def timed(call: Callable, repeats: int = 1) -> tuple[object, dict]:
 
 
 def case_moments(full: bool) -> dict:
-    """Trace, Frobenius norm and bounds of all tokens' forms in one layer, after its Gram."""
+    """Mean, Frobenius norm and bounds of all tokens' forms in one layer, after its Gram."""
     net = SimpleNamespace(mlp=[make_layer(0)], unembed=make_unembed(), tokens=range(50257))
+    directions = net.unembed[:NAIVE_DIRECTIONS] - net.unembed[: len(net.tokens)].mean(0)
     gram, gram_time = timed(lambda: net.mlp[0].gram("out"))
     moments, own = timed(lambda: interp.vocab_moments(net, 0, gram=gram), repeats=3 if full else 2)
-    forms, naive = timed(lambda: net.mlp[0].interaction(net.unembed[:NAIVE_DIRECTIONS]))
+    forms, naive = timed(lambda: net.mlp[0].interaction(directions))
     traces = forms.diagonal(dim1=1, dim2=2).sum(-1)
     norms = forms.flatten(1).double().norm(dim=1)
     ends = torch.linalg.eigvalsh(forms[:2])
@@ -97,7 +99,7 @@ def case_moments(full: bool) -> dict:
         "tokens": D_VOCAB,
         "gram_cpu_seconds": gram_time["cpu_seconds"],
         "relative_error": float(((moments.frobenius[:NAIVE_DIRECTIONS] - norms) / norms).abs().max()),
-        "trace_error_over_norm": float(((moments.trace[:NAIVE_DIRECTIONS] - traces) / norms).abs().max()),
+        "trace_error_over_norm": float(((moments.mean[:NAIVE_DIRECTIONS] - traces) / norms).abs().max()),
         "naive": f"build every form: {NAIVE_DIRECTIONS} directions, scaled to {D_VOCAB}",
         "naive_cpu_seconds": round(naive_seconds, 1),
         "ratio": round(naive_seconds / own["cpu_seconds"], 1),
@@ -113,11 +115,13 @@ def _eigs(b: BilinearTensor, rows: torch.Tensor, spectrum: str, wanted: float | 
     pairs, own = timed(lambda: krylov(b, rows, norms, PAIRS, tol=1e-5), repeats)
     _, gram_time = timed(lambda: b.gram("out"), repeats)
     top = pairs.values[:, :1].abs()
-    applied = b.apply(rows, pairs.vectors)
-    residuals = (applied - pairs.vectors * pairs.values[:, None]).norm(dim=1) / top
+    residuals = pairs.residuals / top
     some = rows if b.d_in <= DENSE_WIDTH else rows[:NAIVE_DIRECTIONS]
     n = len(some)
-    exact, naive = timed(lambda: torch.stack([torch.linalg.eigh(b.interaction(u)).eigenvalues for u in some]), repeats)
+    forms = b.canonical()
+    exact, naive = timed(
+        lambda: torch.stack([torch.linalg.eigh(forms.interaction(u)).eigenvalues for u in some]), repeats
+    )
     exact = exact.gather(1, exact.abs().argsort(1, descending=True))
     last = pairs.values[:, -1].abs()
     naive_seconds = naive["cpu_seconds"] * len(rows) / n
@@ -183,8 +187,9 @@ def case_eigs_trained(full: bool, folder: str) -> dict:
     ids = torch.linspace(0, len(net.tokens) - 1, min(DIRECTIONS, len(net.tokens))).long()
     label = f"trained: {Path(folder).name}, layer {layer} of {config.n_layer}"
     repeats = 5 if full else 3
-    found = _eigs(net.mlp[layer], net.unembed[ids], label, wanted=None, repeats=repeats)
+    found = _eigs(net.mlp[layer], net.unembed_centred()[ids], label, wanted=None, repeats=repeats)
     _, whole = timed(lambda: interp.vocab_eigs(net, layer, PAIRS, ids, progress=False), repeats)
+    pays = iteration_pays(config.d_model, len(ids), PAIRS)
     shape = {
         "d_model": config.d_model,
         "d_hidden": config.d_hidden,
@@ -195,7 +200,7 @@ def case_eigs_trained(full: bool, folder: str) -> dict:
         "shape": shape,
         "vocabulary_cpu_seconds": round(whole["cpu_seconds"] * len(net.tokens) / len(ids), 3),
         "vocabulary_note": f"{len(net.tokens)} directions, extrapolated from the {len(ids)} of vocab_eigs",
-        "vocab_eigs_method": "dense" if config.d_model <= DENSE_WIDTH else "iteration, norms included",
+        "vocab_eigs_method": "iteration, norms included" if pays else "dense",
         "vocab_eigs_cpu_seconds": whole["cpu_seconds"],
         "vocab_eigs_ratio": round(found["naive_cpu_seconds"] / whole["cpu_seconds"], 2),
     }
@@ -214,6 +219,25 @@ def trained_nano(folder: Path) -> Path:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(train_nano, run).result()
     return run
+
+
+def case_crossover(full: bool) -> dict:
+    """Dense eigendecompositions against the iteration with its norms, for few and many directions and pairs."""
+    ratios = {}
+    for d in (512, 768, D_MODEL) if full else (512,):
+        g = torch.Generator().manual_seed(0)
+        w_l, w_r, w_d = (torch.randn(*s, generator=g) for s in ((4 * d, d), (4 * d, d), (d, 4 * d)))
+        planted = torch.ones(4 * d)
+        planted[:STRONG_UNITS] = GRADED
+        for spectrum, w in (("random", w_d), ("planted", w_d * planted)):
+            b = BilinearTensor(w_l / d**0.5, w_r / d**0.5, w / (4 * d) ** 0.5)
+            u = torch.randn(32, d, generator=g) / d**0.5
+            _, one = timed(lambda b=b, u=u: interp.eig(b, u[:4], 1, method="full"))
+            for n, k in ((4, 4), (8, 8), (16, 8), (32, 4), (32, 8), (32, 32)):
+                _, own = timed(lambda b=b, u=u, n=n, k=k: interp.eig(b, u[:n], k, method="krylov"))
+                ratio = one["cpu_seconds"] * n / 4 / own["cpu_seconds"]
+                ratios[f"{spectrum}, width {d}, {n} directions, {k} pairs"] = round(ratio, 2)
+    return {"dense_over_iteration": ratios, "target": "none", "met": True}
 
 
 def case_similarity(full: bool) -> dict:
@@ -279,6 +303,7 @@ def case_extraction(full: bool) -> dict:
 
 
 CASES: dict[str, Callable[..., dict]] = {
+    "crossover": case_crossover,
     "eigs_equal": case_eigs_equal,
     "eigs_planted": case_eigs_planted,
     "eigs_random": case_eigs_random,

@@ -44,18 +44,17 @@ assert (by_hand - expected).abs().max() < 1e-4 * scale
 # %% [markdown]
 # ## The dense tensor of a few outputs
 #
-# `S[o, i, j]` is symmetric in its two inputs: only the symmetric part is a property of the function. The whole of it
-# holds `d**3` numbers, so we project to three output directions first.
+# `T[o, i, j]` is symmetric in its two inputs: only the symmetric part is a property of the function. With a bias it is
+# the tensor of `(1, x)`. The whole of it holds `d**3` numbers, so we project to three output directions first.
 
 # %%
 layer = interp.extract(model).mlp[-1]
 some = layer.project(torch.eye(d)[:3])
 tensor = some.tensor()
 print("dense tensor", tuple(tensor.shape))
-quadratic = torch.einsum("oij,bi,bj->bo", tensor, x, x)
-bias = 0 if layer.bias is None else layer.bias[:3]
+values = torch.einsum("oij,bi,bj->bo", tensor, read, read)
 assert torch.equal(tensor, tensor.mT) or (tensor - tensor.mT).abs().max() < 1e-6 * tensor.abs().max()
-assert (quadratic + bias - expected[:, :3]).abs().max() < 1e-4 * scale
+assert (values - expected[:, :3]).abs().max() < 1e-4 * scale
 
 # %%
 plot.interaction(tensor[0, :48, :48], title="One output as a form between inputs (first 48)")

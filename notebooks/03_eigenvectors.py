@@ -25,13 +25,15 @@ layer = net.mlp[last]
 # ## Spectra of the words of the text
 #
 # The eight most frequent words of three letters or more. Softmax does not see a shift common to all tokens, so the mean
-# of the unembedding is subtracted (`center=True`).
+# of the unembedding is subtracted. Behind a norm `|x|**2` is a constant, so the form is taken without its trace. In
+# float64, so that the bounds below have little to allow for rounding.
 
 # %%
 frequency = tokens.flatten().bincount(minlength=len(net.tokens)).argsort(descending=True).tolist()
 texts = {t: tokenizer.decode([t]).strip() for t in frequency}
 words = [t for t in frequency if len(texts[t]) >= 3 and texts[t].isalpha()][:8]
-spectra = interp.vocab_eigs(net, last, k=8, tokens=words, center=True, progress=False)
+wide = interp.extract(model, dtype=torch.float64)
+spectra = interp.vocab_eigs(wide, last, k=8, tokens=words, progress=False)
 for word, values in zip(words, spectra.values):
     print(f"{tokenizer.decode([word])!r:>12}", " ".join(f"{v:+8.3f}" for v in values.tolist()))
 assert (spectra.residuals < 1e-3 * spectra.values.abs().amax(-1, keepdim=True)).all()
@@ -46,17 +48,16 @@ assert (spectra.residuals < 1e-3 * spectra.values.abs().amax(-1, keepdim=True)).
 # %%
 smallest = spectra.values.abs().amin(-1)
 assert (spectra.unfound <= smallest * (1 + 1e-3)).all(), "the listed eigenvalues are the largest ones"
-low, high = (ends[words] for ends in interp.vocab_bounds(net, last, center=True))
+low, high = (ends[words] for ends in interp.vocab_bounds(net, last))
 assert (spectra.values.amax(-1) <= high).all()
 assert (spectra.values.amin(-1) >= low).all()
 
-directions = net.unembed[list(net.tokens)]
-directions = directions - directions.mean(0)
+directions = net.unembed_centred()
 iterated = interp.eig(layer, directions[words], k=4, method="krylov", max_steps=min(192, layer.d_in))
 assert (iterated.values - spectra.values[:, :4]).abs().max() < 1e-3 * spectra.values.abs().max()
 assert (iterated.unfound >= spectra.values[:, 4].abs() * (1 - 1e-3)).all(), "the fifth stays below the certificate"
 print("share of the squared norm in the 8 leading components:")
-frobenius = interp.vocab_moments(net, last, center=True).frobenius[words]
+frobenius = interp.vocab_moments(net, last).frobenius[words]
 share = spectra.values.square().sum(-1) / frobenius.square()
 print(" ".join(f"{tokenizer.decode([w])!r} {s:.2f}" for w, s in zip(words, share.tolist())))
 assert (share <= 1 + 1e-4).all()

@@ -21,8 +21,9 @@ MODEL = "nano"  # for the first section; or a run folder, or a released model: "
 # %% [markdown]
 # ## A trained model as a network
 #
-# Models with norms are polynomials once the inverse norms of a run are given: `norm_wires` records them, and they enter
-# the network as named inputs. The contraction gives the logits before the softcap, which is monotone and no polynomial.
+# Models with norms are polynomials once the inverse norms of a run are given: `inverse_norms` records them, and they
+# enter the network as named inputs. The contraction gives the logits before the softcap, which is monotone and no
+# polynomial.
 
 # %%
 specimen = specimens.get(MODEL, rows=1, seq=8)
@@ -33,7 +34,7 @@ print(network)
 print(network.cost({"batch": 1}))
 one_hot = F.one_hot(tokens, model.config.d_vocab).to(model.embed.w_e)
 with torch.no_grad():
-    z = network.contract({"tokens": one_hot, **model.norm_wires(tokens)})
+    z = network.contract({"tokens": one_hot, **model.inverse_norms(tokens)})
     expected = model.pre_softcap(tokens)
 error = float((z - expected).abs().max() / expected.abs().max())
 print(f"contraction against forward, relative: {error:.1e}")

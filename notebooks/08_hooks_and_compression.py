@@ -6,6 +6,8 @@
 # cross-entropy on held-out text.
 
 # %%
+from dataclasses import replace
+
 import torch
 import transformer_lens.patching as patching
 
@@ -131,7 +133,7 @@ figure.update_traces(mode="markers").update_xaxes(title="", tickvals=list(range(
 # %%
 net = interp.extract(model)
 last = net.n_layer - 1
-layer = net.mlp[last]
+layer = net.mlp[last].canonical()  # a multiple of |x|**2, which a norm makes constant, is in the bias
 d = model.config.d_model
 generator = torch.Generator().manual_seed(0)
 random = torch.linalg.qr(torch.randn(d, d, generator=generator)).Q
@@ -142,12 +144,11 @@ for rank in ranks:
     basis = random[:, :rank]
     smaller = {
         "hosvd": tucker.reconstruct(),
-        "random": layer.fold(basis @ basis.mT).project(basis @ basis.mT),
+        "random": replace(layer.fold(basis @ basis.mT).project(basis @ basis.mT), bias=layer.bias, domain=layer.domain),
     }
     for name, tensor in smaller.items():
         distances[name].append(float((tensor - layer).norm() / layer.norm()))
-        kept = interp.BilinearTensor(tensor.w_l, tensor.w_r, tensor.w_d, layer.bias)
-        costs[name].append(interp.delta_ce(model, interp.with_mlp(model, {last: kept}), held_out))
+        costs[name].append(interp.delta_ce(model, interp.with_mlp(model, {last: tensor}), held_out))
     assert distances["hosvd"][-1] <= float(tucker.error_bound / layer.norm()) + 1e-3
     print(
         f"rank {rank:4}", {name: f"error {distances[name][-1]:.3f}, {costs[name][-1].mean:+.5f} nats" for name in costs}

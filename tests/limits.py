@@ -47,7 +47,7 @@ def assert_close(
     """
     if isinstance(want, Mapping):
         assert got.keys() == want.keys()
-        got, want = list(got.values()), list(want.values())
+        got, want = [got[key] for key in want], list(want.values())
     if isinstance(want, Sequence):
         assert len(got) == len(want)
         for g, w in zip(got, want, strict=True):

@@ -117,7 +117,7 @@ def _heads(attn, name: str) -> Tensor | None:
 
 
 def _scale(attn, branch: str, side: str, factors: Tensor) -> None:
-    """Multiply queries (or keys) of every head by its factor, or every row by its own: ``(n_head,)``, ``(n_head, d)``."""
+    """Multiply queries (or keys) of every head by ``factors``, ``(n_head,)`` or by row, ``(n_head, d_qk)``."""
     for kind in "wb":
         view = _heads(attn, f"{kind}_{side}{branch}")
         if view is not None:
@@ -316,7 +316,7 @@ SYMMETRIES = {
         ),
         Symmetry(
             "Q",
-            "Queries of a branch scaled (with QK-norm), or queries and keys inversely (without); bilinear: the branches "
+            "Queries of a branch scaled (with QK-norm), or queries and keys inversely (without); bilinear: branches "
             "exchanged, the sign of both changed; squared: one sign changed.",
             "always; with QK-norm up to `norm_eps`",
             _scale_queries,
@@ -346,7 +346,7 @@ SYMMETRIES = {
         ),
         Symmetry(
             "L",
-            "The mixing weight `lamb` of the values scaled, with `w_v` and `w_o` to match; block 0's own `lamb`, and the "
+            "The mixing weight `lamb` of the values scaled, `w_v` and `w_o` to match; block 0's own `lamb`, and the "
             "difference of its two `lambdas`.",
             "with value residual",
             _scale_value_mix,
@@ -369,8 +369,8 @@ SYMMETRIES = {
         ),
         Symmetry(
             "S",
-            "A multiple of `|x|^2` added to each output of an MLP and taken from its bias, since `|x|^2 = d_model` after "
-            "a norm.",
+            "A multiple of the squared length of the input added to each output of an MLP, and taken from its bias: "
+            "after a norm the squared length is `d_model`.",
             "with norms, a bias, and a bilinear or squared MLP; up to `norm_eps`",
             _shift_traces,
             lambda c: c.norm == "rms" and c.mlp_bias and c.mlp_is_form,

@@ -35,7 +35,7 @@ ALONE = [
 ]
 
 
-def run(block: str, times: int, folder: Path) -> None:
+def assert_runs(block: str, times: int, folder: Path) -> None:
     (folder / "tests").symlink_to(ROOT / "tests")  # a reader is in a clone
     command = [sys.executable, "-W", "ignore", "-c", REPEAT, block, str(times)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -44,19 +44,19 @@ def run(block: str, times: int, folder: Path) -> None:
 
 def test_the_quickstart_runs_alone(tmp_path):
     (block,) = blocks(ROOT / "README.md")
-    run(block, 1, tmp_path)
+    assert_runs(block, 1, tmp_path)
 
 
 @pytest.mark.slow
 def test_the_quickstart_holds_for_every_seed(tmp_path):
     (block,) = blocks(ROOT / "README.md")
-    run(block, 300, tmp_path)
+    assert_runs(block, 300, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", ALONE)
 def test_a_block_runs_alone_twenty_times(block, tmp_path):
-    run(block, 20, tmp_path)
+    assert_runs(block, 20, tmp_path)
 
 
 def test_sessions_are_pages_with_blocks():

@@ -114,8 +114,30 @@ def test_pure_is_polynomial():
 @pytest.mark.user_error
 @pytest.mark.parametrize("change", [{"mlp": "swiglu"}, {"attention": "softmax"}, {"qk_norm": True}, {"norm": "rms"}])
 def test_pure_refuses_what_is_not_polynomial(change):
-    with pytest.raises(ValueError, match="a pure model must be polynomial"):
+    with pytest.raises(ValueError, match=r"a pure model must be polynomial: .*; here [^;]*(polynomial|root)"):
         ModelConfig.pure(**SMALL, **change)
+
+
+def test_reasons_why_a_model_is_not_polynomial():
+    pure, released = ModelConfig.pure(**SMALL), ModelConfig.released(mlp="swiglu", attention="softmax")
+    assert pure.why_not_polynomial() == ()
+    assert pure.replace(logit_softcap=7.5).why_not_polynomial() == (
+        "the softcap of the logits is a tanh (logit_softcap=7.5)",
+    )
+    mlp = "the swiglu MLP is not polynomial: silu is not a polynomial"
+    attention = "the softmax attention is not polynomial: softmax is not a polynomial"
+    assert released.why_not_polynomial("mlp") == (mlp,)
+    assert released.why_not_polynomial("attention") == (attention,)
+    assert released.why_not_polynomial("layers") == (mlp, attention)
+    assert released.why_not_polynomial()[2:] == (
+        'RMS norms divide by a root (norm="rms")',
+        "QK-norm divides by a root (qk_norm=True)",
+        "the softcap of the logits is a tanh (logit_softcap=30)",
+    )
+    without = ModelConfig.pure(**SMALL, attention="none").replace(qk_norm=True)
+    assert without.why_not_polynomial() == ()  # there are no queries
+    with pytest.raises(ValueError, match="part must be one of mlp, attention, layers, model, got 'head'"):
+        pure.why_not_polynomial("head")
 
 
 @pytest.mark.user_error

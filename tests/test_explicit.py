@@ -16,8 +16,8 @@ from tests import tiny_models
 from tests.limits import ROUNDINGS, assert_close
 from tests.tiny_models import ATTENTIONS, MLPS, ids, tiny
 from tnlm.checkpoints.checkpoint import load
-from tnlm.config import ModelConfig
-from tnlm.explicit import NOT_POLYNOMIAL, augment
+from tnlm.config import NOT_POLYNOMIAL, ModelConfig
+from tnlm.explicit import augment
 from tnlm.mlp import MLP, BilinearMLP
 from tnlm.network import Network
 from tnlm.rotary import rotary_tables
@@ -42,14 +42,14 @@ def build(config):
 
 def inputs_of(model, tokens):
     one_hot = F.one_hot(tokens, model.config.d_vocab).to(model.embed.w_e)
-    return {"tokens": one_hot, **model.norm_wires(tokens)}
+    return {"tokens": one_hot, **model.inverse_norms(tokens)}
 
 
 def before_softcap(model, tokens):
     return model.unembed(model.ln_final(model.run(model.embedding(tokens))))
 
 
-def check(model, network=None, *, batch=2, seq=5):
+def assert_is_the_forward(model, network=None, *, batch=2, seq=5):
     """Compare relative to the largest logit, and see that every layer moves the logits, or a lost one would pass."""
     tokens = ids(batch, seq)
     network = model.network(seq) if network is None else network
@@ -175,7 +175,7 @@ SWITCHES = {
 
 @pytest.mark.parametrize("changes", SWITCHES.values(), ids=SWITCHES.keys())
 def test_nested_network_is_the_forward_given_the_norms(changes):
-    check(build(tiny(**changes)))
+    assert_is_the_forward(build(tiny(**changes)))
 
 
 @pytest.mark.parametrize("attention", POLYNOMIAL)
@@ -183,8 +183,8 @@ def test_nested_network_is_the_forward_given_the_norms(changes):
 def test_nested_network_of_a_pure_model_takes_tokens_alone(mlp, attention):
     model = build(pure(mlp=mlp, attention=attention, n_layer=3, qk_bias=True))
     assert list(model.network(5).inputs) == ["tokens"]
-    assert model.norm_wires(ids(2, 5)) == {}
-    check(model)
+    assert model.inverse_norms(ids(2, 5)) == {}
+    assert_is_the_forward(model)
 
 
 PLAIN = {"x0_mixing": False, "value_residual": False}
@@ -204,7 +204,7 @@ def test_one_einsum_is_the_forward(config, count):
     model = build(config)
     flat = model.network(5).flatten()
     assert len(flat.operands) == count
-    check(model, flat)
+    assert_is_the_forward(model, flat)
 
 
 @pytest.fixture(scope="module")
@@ -255,13 +255,16 @@ def test_bf16_weights_lose_no_digit_to_the_constants():
     assert_close(got.double(), expected, dtype=torch.float32)
 
 
+@pytest.mark.parametrize(
+    "network",
+    [lambda mlp, kind: mlp.network(), lambda mlp, kind: mlp.tensor(), lambda _, kind: build(tiny(mlp=kind)).network(5)],
+    ids=["network", "tensor", "whole model"],
+)
 @pytest.mark.parametrize("kind", [kind for kind in MLPS if kind not in (*POLYNOMIAL, "none")])
-def test_refused_mlp_kinds(kind):
-    mlp = random_mlp(kind)
+def test_refused_mlp_kinds(kind, network):
     match = rf"mlp='{kind}' has no tensor network: .*polynomial.*that have one are bilinear, squared"
-    for network in (mlp.network, mlp.tensor, lambda: build(tiny(mlp=kind)).network(5)):
-        with pytest.raises(ValueError, match=match):
-            network()
+    with pytest.raises(ValueError, match=match):
+        network(random_mlp(kind), kind)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ATTENTIONS if kind not in (*POLYNOMIAL, "none")])
@@ -285,11 +288,11 @@ def test_refused_arguments():
         model.network(18)
     with pytest.raises(ValueError, match="v_first=True needs an attention with a value residual"):
         model.blocks[0].attn.network(5, v_first=True)
-    wired = build(tiny(n_layer=0))
-    inputs = inputs_of(wired, ids(2, 5))
+    normed = build(tiny(n_layer=0))
+    inputs = inputs_of(normed, ids(2, 5))
     del inputs["ln_final.hook_scale"]
     with pytest.raises(ValueError, match=r"missing ln_final.hook_scale; unknown none"):
-        wired.network(5).contract(inputs)
+        normed.network(5).contract(inputs)
     plain = random_mlp(bias=True)
     with pytest.raises(ValueError, match=r"size 5 in input 'x' of shape \(2, 5\) but size 6"):
         plain.network().contract({"x": torch.ones(2, 5, dtype=torch.float64)})
@@ -316,7 +319,7 @@ def test_recorded_logits_of_the_polynomial_toys(toy, golden, request):
     for net in (nested, nested.flatten()):
         got = net.contract(inputs_of(model, tokens))
         assert_close(got, expected)
-    check(model.double(), seq=tokens.shape[1])
+    assert_is_the_forward(model.double(), seq=tokens.shape[1])
 
 
 def test_documentation_runs():

@@ -341,20 +341,27 @@ def test_refused_inputs(inputs, match):
 
 
 @pytest.mark.user_error
-def test_refused_plans():
+@pytest.mark.parametrize(
+    "sizes, optimize, message",
+    [
+        ({"batch": 2}, None, "names index 'batch', which outer does not have"),
+        ({"i": 4}, None, "index 'i' has size 4 in sizes but size 3"),
+        ({"n": 2}, "best", "got 'best'"),
+        ({"n": 2}, [((0, 1),)], r"each of the 2 nodes of outer.*got 1 paths"),
+        ({"n": 2}, [((0, 1),), ((0, 1, 2, 3),)], r"a path of outer .* two operands at a time, got \(\(0, 1, 2, 3\),\)"),
+    ],
+)
+def test_refused_plans(sizes, optimize, message):
+    net, *_ = nested()
+    with pytest.raises(ValueError, match=message):
+        net.cost(sizes, **({} if optimize is None else {"optimize": optimize}))
+
+
+@pytest.mark.user_error
+def test_a_plan_without_a_size_is_refused():
     net, *_ = nested()
     with pytest.raises(ValueError, match=r"size of 'n' in outer is unknown; pass sizes=\{'n': ...\}"):
         Network([("x", "n"), (net, "n o")], "o", name="outer").cost()
-    with pytest.raises(ValueError, match="sizes names index 'batch', which outer does not have"):
-        net.cost({"batch": 2})
-    with pytest.raises(ValueError, match="index 'i' has size 4 in sizes but size 3"):
-        net.cost({"i": 4})
-    with pytest.raises(ValueError, match="optimize must name an opt_einsum optimiser, got 'best'"):
-        net.cost({"n": 2}, optimize="best")
-    with pytest.raises(ValueError, match=r"one path for each of the 2 nodes of outer.*got 1 paths"):
-        net.cost({"n": 2}, optimize=[((0, 1),)])
-    with pytest.raises(ValueError, match=r"two operands at a time, got \(0, 1, 2, 3\) for outer"):
-        net.cost({"n": 2}, optimize=[((0, 1),), ((0, 1, 2, 3),)])
 
 
 def test_same_input_name_is_one_tensor_in_every_node():
@@ -378,3 +385,84 @@ def test_to_quimb(equation):
     net, tensors = build(equation)
     value = net.to_quimb(x=tensors[0]).contract(output_inds=net.output)
     assert_close(getattr(value, "data", value), torch.einsum(equation, *tensors))
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_quimb_contracts_to_the_output_by_itself_and_tags_say_what_a_tensor_is(equation):
+    pytest.importorskip("quimb", reason="optional: pip install tnlm[quimb]")
+    net, tensors = build(equation)
+    drawn = net.to_quimb(x=tensors[0])
+    assert_close(torch.as_tensor(getattr(drawn.contract(), "data", drawn.contract())), torch.einsum(equation, *tensors))
+    assert [set(t.tags) for t in drawn] == [
+        {"network", "x" if position == 0 else f"operand{position}"} for position in range(len(tensors))
+    ]
+
+
+def plain_function(inputs, output, sizes, memory_limit):
+    """An optimiser that is a function: from left to right."""
+    return [(0, 1), *[(0, left) for left in range(len(inputs) - 2, 0, -1)]]
+
+
+OBJECTS = {
+    "RandomGreedy": lambda: opt_einsum.RandomGreedy(max_repeats=4),
+    "DynamicProgramming": lambda: opt_einsum.DynamicProgramming(),
+    "BranchBound": lambda: opt_einsum.BranchBound(nbranch=2),
+    "function": lambda: plain_function,
+    "cotengra": lambda: pytest.importorskip("cotengra", reason="optional").ReusableHyperOptimizer(
+        methods=["greedy"], max_repeats=4, parallel=False
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_an_optimiser_object_equals_einsum(equation, kind):
+    optimize = OBJECTS[kind]()
+    net, tensors = build(equation)
+    expected = torch.einsum(equation, *tensors)
+    assert_close(net.contract({"x": tensors[0]}, optimize=optimize), expected)
+    sizes = {index: tensors[0].shape[axis] for axis, index in enumerate(net.inputs["x"])}
+    cost = net.cost(sizes, optimize=optimize)
+    assert_close(net.contract({"x": tensors[0]}, optimize=cost.path), expected)
+    assert_close(net.compile(sizes, optimize=optimize)({"x": tensors[0]}), expected)
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_one_optimiser_object_serves_contractions_of_several_sizes(kind):
+    optimize = OBJECTS[kind]()
+    net, (x, b, c) = build("ij,jk,kl->il")
+    for rows in (2, 5):
+        wide = x[:1].expand(rows, -1)
+        assert_close(net.contract({"x": wide}, optimize=optimize), torch.einsum("ij,jk,kl->il", wide, b, c))
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_each_network_of_a_nest_gets_an_optimiser_of_its_own(kind):
+    a, b, c = (torch.randn(shape, dtype=torch.float64) for shape in [(2, 3), (4, 3), (4, 5)])
+    d, x = (torch.randn(shape, dtype=torch.float64) for shape in [(5, 7), (2, 7)])
+    inner = Network([(a, "i j"), (b, "k j"), (c, "k l")], "i l", name="inner")
+    outer = Network([(inner, "i l"), (inner, "i m"), ("x", "i n"), (d, "l n")], "l m", name="outer")
+    dense = torch.einsum("ij,kj,kl->il", a, b, c)
+    expected = torch.einsum("il,im,in,ln->lm", dense, dense, x, d)
+    assert_close(outer.contract({"x": x}, optimize=OBJECTS[kind]()), expected)
+
+
+@pytest.mark.parametrize(
+    "optimize, match",
+    [
+        (opt_einsum.RandomGreedy, "not its class"),
+        (None, "optimize must be .* got None"),
+        (7, "optimize must be .* got 7"),
+        ([[(0, 9)]], r"contract its 3 operands to one, .* \[\(0, 9\)\]"),
+        ([[(0, 0)]], "two operands at a time"),
+        ([[(0, 1)]], "contract its 3 operands to one"),
+        ([[(0, 1, 2)]], "two operands at a time"),
+        ([["ab"]], "two operands at a time"),
+        ([7], "two operands at a time"),
+        (lambda *_: None, "two operands at a time"),
+    ],
+)
+def test_an_optimiser_that_cannot_be_used_is_refused(optimize, match):
+    net, tensors = build("ij,jk,kl->il")
+    with pytest.raises(ValueError, match=match):
+        net.contract({"x": tensors[0]}, optimize=optimize)

@@ -128,7 +128,7 @@ def test_what_stands_on_interventions_refuses_compiled_models_too(model):
     model(TOKENS)
     for run in (
         lambda: ablate(model, TOKENS, NAMES[2], "zero"),
-        lambda: model.norm_wires(TOKENS),
+        lambda: model.inverse_norms(TOKENS),
         lambda: model.run_with_cache(TOKENS),
     ):
         with pytest.raises(ValueError, match="the model is compiled; hook the eager module"):

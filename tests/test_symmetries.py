@@ -31,6 +31,9 @@ CONFIGS = {
     "pure, biases": ModelConfig.pure(**PURE, qk_bias=True, mlp_hidden_bias=True),
     "attention only": tiny(norm_eps=0.0, mlp="none"),
     "MLP only": tiny(norm_eps=0.0, attention="none"),
+    "two attention layers": ModelConfig.pure(
+        **(PURE | {"n_head": 1, "d_hidden": 0}), mlp="none", x0_mixing=False, value_residual=False
+    ),
 }
 
 

@@ -23,9 +23,28 @@ GATED_MLPS = ("bilinear", "swiglu", "geglu", "reglu", "glu")
 POLYNOMIAL_MLPS = ("bilinear", "squared", "none")
 TWO_PAIR_ATTENTIONS = ("bilinear", "differential")
 POLYNOMIAL_ATTENTIONS = ("bilinear", "squared", "none")
+NOT_POLYNOMIAL = {
+    "swiglu": "silu is not a polynomial",
+    "geglu": "gelu is not a polynomial",
+    "reglu": "relu is polynomial only piecewise",
+    "glu": "the sigmoid is not a polynomial",
+    "relu2": "relu(x)**2 is polynomial only piecewise",
+    "relu": "relu is polynomial only piecewise",
+    "gelu": "gelu is not a polynomial",
+    "squared_normalized": "its rows are divided by their sum, which makes it rational",
+    "softmax": "softmax is not a polynomial",
+    "differential": "its two softmaxes are not polynomials",
+}
+"""Why a kind of MLP or attention has no tensor network."""
 
 FP32_EPS = 1.1920929e-07
 """``norm_eps`` of the released models: float32's machine epsilon, for every dtype."""
+
+FP32_TINY, FP32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The smallest normal and the largest number of float32: outside, a softcap is 0 or inf and makes NaN of logits."""
+
+MAX_SIZE = 2**63 - 1
+"""The largest size of an axis in torch."""
 
 LATER_FIELDS = frozenset({"final_norm", "mlp_hidden_bias"})
 """Fields that config files of earlier versions lack; the defaults are right for their models."""
@@ -112,10 +131,14 @@ class ModelConfig:
             value = getattr(self, field)
             if value is None and field == "logit_softcap":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"{field} must be a finite number >= 0, got {value!r}")
             if value == 0 and field != "norm_eps":
                 raise ValueError(f"{field} must be above 0, got {value!r}; leave it out or use null for off")
+            if value > FP32_MAX or 0 < value < FP32_TINY:
+                raise ValueError(
+                    f"{field} must be in float32's range, {FP32_TINY:.3g} to {FP32_MAX:.3g}, got {value!r}"
+                )
             object.__setattr__(self, field, float(value))
         if self.d_model % self.n_head:
             raise ValueError(
@@ -170,16 +193,41 @@ class ModelConfig:
         """Whether the unembedding reads a normed residual."""
         return self.norm == "rms" and self.final_norm
 
+    def why_not_polynomial(self, part: Literal["model", "layers", "mlp", "attention"] = "model") -> tuple[str, ...]:
+        """Reasons why a part of the model is not a polynomial of its input, one clause each; empty when it is.
+
+        Args:
+            part: The whole ``model``, as a function of its token embeddings; its ``layers``, ``mlp`` or ``attention``,
+                each as a function of its (normed) input.
+        """
+        mlp, attention = (
+            () if kind in polynomial else (f"the {kind} {name} is not polynomial: {NOT_POLYNOMIAL[kind]}",)
+            for name, kind, polynomial in (
+                ("MLP", self.mlp, POLYNOMIAL_MLPS),
+                ("attention", self.attention, POLYNOMIAL_ATTENTIONS),
+            )
+        )
+        rest = []
+        if self.norm == "rms":
+            rest.append('RMS norms divide by a root (norm="rms")')
+        if self.qk_norm and self.attention != "none":
+            rest.append("QK-norm divides by a root (qk_norm=True)")
+        if self.logit_softcap is not None:
+            rest.append(f"the softcap of the logits is a tanh (logit_softcap={self.logit_softcap:g})")
+        parts = {"mlp": mlp, "attention": attention, "layers": mlp + attention, "model": (*mlp, *attention, *rest)}
+        if part not in parts:
+            raise ValueError(f"part must be one of {', '.join(parts)}, got {part!r}")
+        return parts[part]
+
     @property
     def layers_polynomial(self) -> bool:
         """Whether MLP and attention are polynomials of their (normed) inputs."""
-        return self.mlp in POLYNOMIAL_MLPS and self.attention in POLYNOMIAL_ATTENTIONS
+        return not self.why_not_polynomial("layers")
 
     @property
     def polynomial(self) -> bool:
         """Whether the whole model is one polynomial: no norm, QK-norm or softcap either."""
-        qk_norm = self.qk_norm and self.attention != "none"
-        return self.layers_polynomial and self.norm == "none" and not qk_norm and self.logit_softcap is None
+        return not self.why_not_polynomial()
 
     @property
     def n_params(self) -> int:
@@ -301,7 +349,7 @@ class ModelConfig:
         if not config.polynomial:
             raise ValueError(
                 f"a pure model must be polynomial: mlp in {POLYNOMIAL_MLPS}, attention in {POLYNOMIAL_ATTENTIONS}, "
-                f'norm="none", qk_norm=False, logit_softcap=None; got mlp={mlp!r}, attention={attention!r}, {changes}. '
+                f'norm="none", qk_norm=False, logit_softcap=None; here {"; ".join(config.why_not_polynomial())}. '
                 "Use ModelConfig(...) for the baselines"
             )
         return config
@@ -337,7 +385,7 @@ class ModelConfig:
         known = {f.name: f for f in dataclasses.fields(cls)}
         dropped = sorted(k for k in values if k in METADATA_KEYS and (k, values[k]) != ("model_type", "tnlm"))
         warn_dropped(dropped, source)
-        unknown = sorted(k for k in values if k not in known and k not in METADATA_KEYS)
+        unknown = sorted((k for k in values if k not in known and k not in METADATA_KEYS), key=str)
         required = (n for n, f in known.items() if f.default is dataclasses.MISSING)
         missing = sorted(n for n in required if n not in values)
         if unknown or missing:
@@ -361,6 +409,8 @@ def warn_dropped(keys: list[str], source: str) -> None:
 def _check_int(field: str, value: object, *, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{field} must be an integer >= {low}, got {value!r}")
+    if value > MAX_SIZE:
+        raise ValueError(f"{field} must be at most 2**63 - 1, got a number of {value.bit_length()} bits")
 
 
 _SIZES: dict[str, tuple[int, int, int]] = {

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tnlm.config import POLYNOMIAL_ATTENTIONS, POLYNOMIAL_MLPS
+from tnlm.config import NOT_POLYNOMIAL, POLYNOMIAL_ATTENTIONS, POLYNOMIAL_MLPS
 from tnlm.network import DEFAULT_MAX_BYTES, Network, Operand
 from tnlm.norm import RMSNorm
 from tnlm.points import record
@@ -36,19 +36,6 @@ if TYPE_CHECKING:  # the model imports this module
     from tnlm.attention import Attention
     from tnlm.mlp import MLP
     from tnlm.transformer import Transformer
-
-NOT_POLYNOMIAL = {
-    "swiglu": "silu is not a polynomial",
-    "geglu": "gelu is not a polynomial",
-    "reglu": "relu is polynomial only piecewise",
-    "glu": "the sigmoid is not a polynomial",
-    "relu2": "relu(x)**2 is polynomial only piecewise",
-    "relu": "relu is polynomial only piecewise",
-    "gelu": "gelu is not a polynomial",
-    "squared_normalized": "its rows are divided by their sum, which makes it rational",
-    "softmax": "softmax is not a polynomial",
-    "differential": "its two softmaxes are not polynomials",
-}
 
 
 def augment(x: Float[Tensor, "*axes d"]) -> Float[Tensor, "*axes one_plus_d"]:
@@ -325,8 +312,8 @@ def transformer_network(model: "Transformer", seq: int) -> Network:
     return Network(operands, "batch seq d_vocab", name="transformer")
 
 
-def norm_wires(model: "Transformer", tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
-    """Inverse norms of a run; see `tnlm.transformer.Transformer.norm_wires`."""
+def inverse_norms(model: "Transformer", tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
+    """Inverse norms of a run; see `tnlm.transformer.Transformer.inverse_norms`."""
     names = [f"{name}.hook_scale" for name, module in model.named_modules() if isinstance(module, RMSNorm)]
     seen = record(model, tokens, names)
     return {name: augment((1 / seen[name]).flatten(2)) for name in names}

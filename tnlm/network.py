@@ -6,8 +6,11 @@ equal sizes (opt_einsum lets a size 1 broadcast), a strict limit of memory (opt_
 the path and may be exceeded), and one accumulation dtype.
 """
 
+import contextlib
+import copy
 import functools
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +26,10 @@ from tnlm.kernels.precision import without_autocast
 DEFAULT_MAX_BYTES = 2**30
 
 Path = tuple[tuple[int, ...], ...]
+Optimizer = Callable[[list[frozenset[str]], frozenset[str], dict[str, int], int | None], Iterable[Sequence[int]]]
+"""An object or function that chooses a path, called as opt_einsum and cotengra do: inputs, output, sizes, None."""
+Optimize = str | Sequence[Path] | Optimizer
+"""How to choose paths: the name of an optimiser, an optimiser, or the ``path`` of a `Cost`."""
 
 
 @dataclass(frozen=True)
@@ -135,15 +142,18 @@ class Network:
         """Size of each index of this network that its tensors already fix."""
         return self._bind({}, {})[self]
 
-    def cost(self, sizes: Mapping[str, int] | None = None, *, optimize: str | Sequence[Path] = "auto") -> Cost:
+    def cost(self, sizes: Mapping[str, int] | None = None, *, optimize: Optimize = "auto") -> Cost:
         """FLOPs, memory and path of a contraction, without doing it; bytes are counted in the dtype of the tensors.
 
         Args:
             sizes: Sizes of the indices of this network that only inputs have, such as ``{"batch": 2}``.
-            optimize: Name of an opt_einsum optimiser, or the ``path`` of an earlier `Cost` of this network.
+            optimize: Name of an opt_einsum optimiser; an optimiser, such as ``opt_einsum.RandomGreedy()``,
+                ``cotengra.HyperOptimizer()`` or a function of the same arguments; or the ``path`` of an earlier `Cost`
+                of this network. Optimisers of opt_einsum serve one contraction, so each nested network gets a copy.
+                Those of cotengra cannot be copied: nested networks need ``cotengra.ReusableHyperOptimizer()``.
 
         Raises:
-            ValueError: An index of unknown size, or an unknown optimiser.
+            ValueError: An index of unknown size, an unknown optimiser, or a path that does not fit.
         """
         return self._cost(self._plan(self._bind({}, sizes or {}), optimize), self._dtype({}))
 
@@ -152,7 +162,7 @@ class Network:
         inputs: Mapping[str, Tensor] | None = None,
         *,
         max_bytes: int = DEFAULT_MAX_BYTES,
-        optimize: str | Sequence[Path] = "auto",
+        optimize: Optimize = "auto",
     ) -> Tensor:
         """Contract the network to one tensor; each nested network is contracted once.
 
@@ -201,7 +211,7 @@ class Network:
         sizes: Mapping[str, int] | None = None,
         *,
         max_bytes: int = DEFAULT_MAX_BYTES,
-        optimize: str = "auto",
+        optimize: Optimize = "auto",
     ) -> Callable[[Mapping[str, Tensor]], Tensor]:
         """A function of the inputs that contracts by a path which is chosen once, here.
 
@@ -219,6 +229,10 @@ class Network:
             ValueError: More than ``max_operands`` operands, counted before anything is written out. The count grows
                 as the power of the depth that the degree of a layer is; `contract` needs no copies.
         """
+        return Network([(op, indices) for _, op, indices in self._leaves(max_operands)], self.output, name=self.name)
+
+    def _leaves(self, max_operands: int = 4096) -> list[tuple["Network", "Operand", tuple[str, ...]]]:
+        """The operands of the flat network, each with the network that it stands in and its index names."""
         count = self._count()
         if count > max_operands:
             raise ValueError(
@@ -235,7 +249,7 @@ class Network:
             taken.add(fresh)
             return fresh
 
-        operands: list[tuple[Operand, tuple[str, ...]]] = []
+        leaves: list[tuple[Network, Operand, tuple[str, ...]]] = []
 
         def expand(network: Network, bound: dict[str, str]) -> None:
             for operand, indices in network.operands:
@@ -246,10 +260,10 @@ class Network:
                 if isinstance(operand, Network):
                     expand(operand, dict(zip(operand.output, outer, strict=True)))
                 else:
-                    operands.append((operand, outer))
+                    leaves.append((network, operand, outer))
 
         expand(self, {index: rename(index) for index in self.output})
-        return Network(operands, self.output, name=self.name)
+        return leaves
 
     def args(self, **inputs: Tensor) -> list[Any]:
         """opt_einsum's interleaved arguments: ``opt_einsum.contract(*net.args(x=x))`` is ``net.contract({"x": x})``.
@@ -272,8 +286,10 @@ class Network:
     def to_quimb(self, **inputs: Tensor) -> Any:
         """A ``quimb.tensor.TensorNetwork`` of the flat network, one tensor per operand, for drawing or compression.
 
-        Contract it with ``output_inds=net.output``: quimb would otherwise sum an index that stands in several
-        tensors.
+        Each tensor carries two tags: the name of the network that it stands in, and the name of the input, or
+        ``operand7`` for the tensor at position 7. ``contract()`` of the result keeps the output of this network, and
+        sums all other indices; other methods of quimb need ``output_inds=net.output`` where an index of the output
+        stands in several tensors.
 
         Raises:
             ImportError: quimb is not installed.
@@ -283,9 +299,25 @@ class Network:
             import quimb.tensor
         except ImportError as error:
             raise ImportError('to_quimb needs quimb, which is optional: pip install "tnlm[quimb]"') from error
-        *arguments, _ = self.args(**inputs)
-        pairs = zip(arguments[::2], arguments[1::2], strict=True)
-        return quimb.tensor.TensorNetwork([quimb.tensor.Tensor(data, inds=indices) for data, indices in pairs])
+
+        class Open(quimb.tensor.TensorNetwork):
+            """A network that knows its output: quimb takes for it what stands in one tensor only."""
+
+            _EXTRA_PROPS = ("_output",)
+
+            def contract(self, tags: Any = ..., output_inds: Any = None, **options: Any) -> Any:
+                if output_inds is None and tags in (..., all):
+                    output_inds = self._output
+                return super().contract(tags, output_inds=output_inds, **options)
+
+        arguments = self.args(**inputs)
+        tensors = []
+        for position, (network, operand, indices) in enumerate(self._leaves()):
+            tag = operand if isinstance(operand, str) else f"operand{position}"
+            tensors.append(quimb.tensor.Tensor(arguments[2 * position], inds=indices, tags=(network.name, tag)))
+        made = Open(tensors)
+        made._output = self.output
+        return made
 
     def _nodes(self) -> list["Network"]:
         """This network and all nested ones, each once, operands before the networks that use them."""
@@ -347,12 +379,13 @@ class Network:
             classes.assign((self, index), size, "sizes")
         return {node: classes.sizes(node) for node in self._nodes()}
 
-    def _plan(self, sizes: Mapping["Network", Mapping[str, int]], optimize: str | Sequence[Path]) -> list[_Step]:
+    def _plan(self, sizes: Mapping["Network", Mapping[str, int]], optimize: Optimize) -> list[_Step]:
         nodes = self._nodes()
         for node in reversed(nodes):
             for index in (index for _, indices in node.operands for index in indices):
                 if index not in sizes[node]:
                     raise ValueError(f"size of {index!r} in {node.name} is unknown; pass sizes={{{index!r}: ...}}")
+        choices: Sequence[Any]
         if isinstance(optimize, str):
             try:
                 get_path_fn(optimize)
@@ -360,13 +393,16 @@ class Network:
                 raise ValueError(
                     f"optimize must name an opt_einsum optimiser, got {optimize!r}: {error.args[0]}"
                 ) from None
-            choices: list[Any] = [optimize] * len(nodes)
-        elif len(optimize) == len(nodes):
-            choices = list(optimize)
+            choices = [optimize] * len(nodes)
+        elif callable(optimize) and not isinstance(optimize, type):
+            choices = [optimize] * len(nodes)
+        elif isinstance(optimize, Sequence) and len(optimize) == len(nodes):
+            choices = optimize
         else:
+            got = f"{len(optimize)} paths" if isinstance(optimize, Sequence) else repr(optimize)
             raise ValueError(
-                f"optimize must be the name of an optimiser or one path for each of the {len(nodes)} nodes of "
-                f"{self.name}, as in cost().path; got {len(optimize)} paths"
+                "optimize must be the name of an optimiser, an optimiser (an object, not its class) or one path for "
+                f"each of the {len(nodes)} nodes of {self.name}, as in cost().path; got {got}"
             )
         return [_step(node, sizes[node], choice) for node, choice in zip(nodes, choices, strict=True)]
 
@@ -472,10 +508,42 @@ def _step(network: Network, sizes: Mapping[str, int], optimize: Any) -> _Step:
     terms = ["".join(symbol[index] for index in names) for _, names in network.operands]
     equation = f"{','.join(terms)}->{''.join(symbol[index] for index in network.output)}"
     shapes = [tuple(sizes[index] for index in names) for _, names in network.operands]
+    if callable(optimize):
+        optimize = _choose_path(network, sizes, optimize)
+    if not isinstance(optimize, str):
+        optimize = _checked_path(network, optimize)
     path, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=optimize)
-    if wide := [step for step in path if len(step) > 2]:
-        raise ValueError(
-            f"a path may contract two operands at a time, got {wide[0]} for {network.name}: torch would choose "
-            "the order inside such a step, and its memory could not be foreseen"
-        )
     return _Step(network, equation, tuple(map(tuple, path)), int(info.opt_cost), int(info.largest_intermediate))
+
+
+def _choose_path(network: Network, sizes: Mapping[str, int], optimizer: Optimizer) -> Iterable[Sequence[int]]:
+    """The path that an optimiser chooses, or a copy of it; one or two operands leave no choice."""
+    if len(network.operands) <= 2:
+        return [range(len(network.operands))]
+    with contextlib.suppress(TypeError):  # cotengra's hold a module or a pool, and cannot be copied
+        optimizer = copy.deepcopy(optimizer)
+    inputs = [frozenset(names) for _, names in network.operands]
+    return optimizer(inputs, frozenset(network.output), dict(sizes), None)
+
+
+def _checked_path(network: Network, path: Any) -> Path:
+    """A path that contracts all operands of a network, one or two at a time.
+
+    A step of more would leave the order inside it to torch, and its memory could not be foreseen.
+    """
+    left = len(network.operands)
+    try:
+        steps = tuple(tuple(map(operator.index, step)) for step in path)
+    except TypeError:
+        steps = ()
+    for step in steps:
+        if not 1 <= len(set(step)) == len(step) <= 2 or not all(0 <= position < left for position in step):
+            left = 0
+            break
+        left -= len(step) - 1
+    if left != 1:
+        raise ValueError(
+            f"a path of {network.name} must contract its {len(network.operands)} operands to one, two operands at a "
+            f"time, got {path!r}"
+        )
+    return steps

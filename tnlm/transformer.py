@@ -1,7 +1,7 @@
 """The transformer: embedding, blocks and unembedding, in the order of the equations."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from tnlm.attention import Attention
 from tnlm.cache import Cache, LayerCache, LayerState, all_or_nothing
 from tnlm.config import ModelConfig
-from tnlm.explicit import norm_wires, transformer_network
+from tnlm.explicit import inverse_norms, transformer_network
 from tnlm.kernels import Implementation, linear
 from tnlm.mlp import MLP
 from tnlm.network import Network
 from tnlm.norm import NoNorm, RMSNorm
 from tnlm.points import Point, hooked, name_points
 from tnlm.rotary import rotary_tables
+
+if TYPE_CHECKING:
+    from tnlm.text.tokenizer import Tokenizer
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
 
@@ -131,6 +134,8 @@ class Transformer(nn.Module):
 
     source: Mapping[str, Any] | None = None
     """Where :func:`tnlm.load` took the weights from, as facts for a model card; None for a model made in memory."""
+    tokenizer: "Tokenizer | None" = None
+    """Tokenizer of text that is given in place of ids; :func:`tnlm.load` sets the one that was saved with the model."""
 
     def __init__(
         self,
@@ -252,11 +257,11 @@ class Transformer(nn.Module):
         """Logits before the softcap as nested tensor networks, one node per sub-layer, at positions ``0..seq``.
 
         Exact without norms and QK-norm, else exact given the norms of this run. Inputs: ``tokens``, one-hot
-        ``(batch, seq, d_vocab)``, and the inverse norms, which :meth:`norm_wires` records. Output ``(batch, seq,
+        ``(batch, seq, d_vocab)``, and the inverse norms, which :meth:`inverse_norms` records. Output ``(batch, seq,
         d_vocab)``. The tensors are made from the current parameters, and gradients reach these::
 
             one_hot = F.one_hot(tokens, config.d_vocab).to(model.embed.w_e)
-            z = model.network(seq).contract({"tokens": one_hot, **model.norm_wires(tokens)})
+            z = model.network(seq).contract({"tokens": one_hot, **model.inverse_norms(tokens)})
             assert torch.allclose(model.softcap(z), model(tokens))
 
         One einsum, by ``flatten()``, is possible for one- and two-layer models without MLP and one-layer models with
@@ -270,7 +275,7 @@ class Transformer(nn.Module):
         """
         return transformer_network(self, seq)
 
-    def norm_wires(self, tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
+    def inverse_norms(self, tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
         """Inverse norms of the run on ``tokens``: the inputs of :meth:`network` besides the tokens. No gradient.
 
         Named after the point that is inverted (``blocks.0.ln1.hook_scale``, ``blocks.0.attn.q_norm.hook_scale``), with
@@ -281,7 +286,7 @@ class Transformer(nn.Module):
         Raises:
             ValueError: As forward; or the model is compiled, so that hooks do not fire.
         """
-        return norm_wires(self, tokens)
+        return inverse_norms(self, tokens)
 
     def check_tokens(self, tokens: Tensor, *, start: int = 0, limit: int | None = None) -> None:
         """Raise if forward cannot read ``tokens``; ids must be below ``limit`` (default ``d_vocab``).
@@ -291,6 +296,8 @@ class Transformer(nn.Module):
         """
         if not isinstance(tokens, Tensor):
             raise ValueError(f"tokens must be a torch tensor (batch, seq), got {type(tokens).__name__}")
+        if tokens.layout != torch.strided:
+            raise ValueError(f"tokens must be a dense tensor, got {tokens.layout}; convert with .to_dense()")
         if tokens.ndim != 2:
             raise ValueError(
                 f"tokens must be (batch, seq), got shape {tuple(tokens.shape)}; add a batch axis with [None]"

@@ -74,9 +74,12 @@ def test_cells_cannot_break_the_table():
             ModelConfig.pure(d_vocab=7, n_layer=1, n_head=1, d_model=4, d_hidden=3, n_ctx=5),
             "one polynomial of its token",
         ),
-        (CONFIG, "not polynomial: RMS norms, QK norms, logit softcap."),
-        (CONFIG.replace(mlp="swiglu"), "its swiglu MLP is not polynomial"),
-        (CONFIG.replace(mlp="swiglu", attention="softmax"), "its swiglu MLP and softmax attention are not polynomial"),
+        (CONFIG, 'The whole model is not: RMS norms divide by a root (norm="rms"); QK-norm divides by a root'),
+        (CONFIG.replace(mlp="swiglu"), "A baseline: the swiglu MLP is not polynomial: silu is not a polynomial."),
+        (
+            CONFIG.replace(mlp="swiglu", attention="softmax"),
+            "polynomial; the softmax attention is not polynomial",
+        ),
     ],
 )
 def test_says_what_is_polynomial(config, sentence):
@@ -86,3 +89,10 @@ def test_says_what_is_polynomial(config, sentence):
 def test_imports_no_torch():
     code = "import sys, tnlm.checkpoints.card; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_example_names_ids_and_logits_of_their_own_sizes():
+    """70 of 96 ids are used: prompts hold the used ones, logits are over all."""
+    text = model_card(CONFIG.replace(d_vocab_used=70))
+    assert "ids below 70 -> (batch, seq, 96)" in text
+    assert "3 layers, width 32," in text

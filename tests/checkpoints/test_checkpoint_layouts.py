@@ -215,7 +215,7 @@ def test_any_order_residual_and_norm_folds_exactly(tmp_path, spec, changes, norm
         other = public_forward(tmp_path, tokens, eps=4 * 1.1920929e-07)
         assert (other - expected).abs().max() > 1e-3 * expected.abs().max()
     one_hot = F.one_hot(tokens, 11).double()
-    network = model.network(7).contract({"tokens": one_hot, **model.norm_wires(tokens)})
+    network = model.network(7).contract({"tokens": one_hot, **model.inverse_norms(tokens)})
     assert_close(network, expected)
     tnlm.save(model, tmp_path / "ours")
     assert same_state(tnlm.load(tmp_path / "ours", dtype="checkpoint"), model)

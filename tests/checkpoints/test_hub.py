@@ -16,7 +16,10 @@ from tests.checkpoints.checkpoint_files import published_model, same_state, writ
 from tests.checkpoints.hub_cache import COMMIT, REPO, block, contents, fill, go_offline, register, use_cache
 from tests.checkpoints.hub_server import Hub, serve
 from tests.tiny_models import build, tiny
+from tnlm.app import cli
 from tnlm.checkpoints import hub, released
+from tnlm.checkpoints.checkpoint import read_config
+from tnlm.checkpoints.resolve import find_model
 
 MODEL = published_model()
 
@@ -158,6 +161,18 @@ def test_short_name_is_pinned_and_verified(server, files, monkeypatch):
     assert all(f"/resolve/{COMMIT}/" in path for _, path, _ in server.requests)
 
 
+@pytest.mark.parametrize("name", ["tiny", REPO, "gpt2-tiny"])
+def test_a_revision_that_is_asked_for_goes_before_the_recorded_one(name, server, files, monkeypatch):
+    """The record is of another commit, at which the repository has nothing."""
+    register(monkeypatch, MODEL.config, files, revision="f" * 40)
+    with pytest.raises(ValueError, match=f"has no revision '{'f' * 40}'"):
+        tnlm.load(name)
+    for revision in ("main", COMMIT):
+        server.requests.clear()
+        assert same_state(tnlm.load(name, revision=revision), MODEL)
+        assert all(f"/resolve/{revision}/" in path or f"/resolve/{COMMIT}/" in path for _, path, _ in server.requests)
+
+
 @pytest.mark.user_error
 def test_download_with_another_hash_is_refused(server, files, monkeypatch):
     """One bit flipped: the file's own structure does not show it."""
@@ -262,23 +277,43 @@ def test_offline_and_not_cached(cache, files, offline, missing):
 
 
 @pytest.mark.user_error
-def test_no_connection(cache, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the library's retries
+def test_no_connection_is_told_at_once(cache, monkeypatch):
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)  # between the library's retries
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    said = rf"cannot get config.json of {REPO}@main: the Hub could not be reached \(.*\), and the cache folder {cache} "
+    said = rf"cannot get config.json of {REPO}@main: the Hub could not be reached \(ConnectError\), .*{cache}"
     with pytest.raises(ValueError, match=said):
         tnlm.load(REPO)
+    assert waits == []
+    assert not hub.is_reachable()
+
+
+def test_a_server_that_answers_is_reachable(server):
+    assert hub.is_reachable()
 
 
 @pytest.mark.user_error
-def test_mistyped_folder_is_named_before_the_hub_is_asked(cache, offline, tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", [tnlm.load, read_config, find_model, lambda name: cli.main(["info", name])])
+def test_mistyped_folder_is_a_path_and_the_hub_is_not_asked(call, cache, tmp_path, monkeypatch, capsys):
+    block(monkeypatch)  # any connection is an error
     (tmp_path / "runs" / "first").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    said = r"there is no folder runs/frst \(runs holds first\); asking the Hub"
-    with pytest.warns(UserWarning, match=said), pytest.raises(ValueError, match=r"cannot get config.json of runs/frst"):
-        tnlm.load("runs/frst")
+    said = r'there is no frst in the folder runs, which holds first; revision="main" says that runs/frst is a Hub id'
+    try:
+        assert call("runs/frst") == 2
+    except ValueError as error:
+        told = str(error)
+    else:
+        told = capsys.readouterr().err
+    assert re.search(said, told), told
+
+
+def test_a_revision_says_that_a_name_in_a_folder_is_a_hub_id(server, tmp_path, monkeypatch):
+    (tmp_path / REPO).parent.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert same_state(tnlm.load(REPO, revision="main"), MODEL)
 
 
 @pytest.mark.user_error

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.tiny_models import build, ids, tiny
 from tnlm import kernels
 from tnlm.checkpoints import released
 from tnlm.checkpoints.released import CrossEntropy
-from tnlm.checkpoints.verification import verification_table, verify, verify_released
+from tnlm.checkpoints.verification import Check, verification_table, verify, verify_released
 from tnlm.text.evaluate import cross_entropy
 
 MODEL = published_model()
@@ -77,6 +78,26 @@ def test_numerics_fail_on_logits_that_are_not_finite(tmp_path, monkeypatch, bad)
     assert "differ from the definition" in checks[1].detail
 
 
+@pytest.mark.parametrize("factor", [100.0, 1e-3])
+def test_figures_are_relative_to_the_largest_logit_or_to_one(tmp_path, factor):
+    """Of float32 against float64, on the tokens that the seed gives; the explicit tensors on the first five."""
+    model = build(tiny(logit_softcap=None), torch.float32)
+    with torch.no_grad():
+        model.unembed.w_u.mul_(factor)
+    tnlm.save(model, tmp_path)
+    figures = dict(re.findall(r"([a-z0-9 ]+) (\d\.\de[-+]\d\d)", verify(tmp_path)[1].detail.partition(":")[2]))
+    tokens = torch.randint(11, (1, 17), generator=torch.Generator().manual_seed(0))
+    model.set_implementation("eager")
+    with torch.no_grad():
+        narrow, wide = model(tokens), model.double()(tokens)
+    largest = narrow.abs().max().item()
+    assert (largest > 2) == (factor > 1)
+    expected = (wide - narrow).abs().max().item() / max(largest, 1)
+    assert 0 < expected < 1e-4
+    (found,) = (float(value) for name, value in figures.items() if name.strip() == "float64")
+    assert found == pytest.approx(expected, rel=0.06), "two digits"
+
+
 def test_damage_fails_the_file_and_skips_the_rest(tmp_path):
     tnlm.save(build(tiny(), torch.float32), tmp_path)
     state = load_file(tmp_path / "model.safetensors")
@@ -134,7 +155,14 @@ def test_cross_entropy_that_disagrees_or_cannot_be_measured(cache, files, monkey
     far = dataclasses.replace(far, value=cross_entropy(MODEL, tokens, seq=5, rows=4).loss + 3e-3)
     register(monkeypatch, MODEL.config, files, cross_entropy=(near, far))
     assert outcome(verify("tiny", text=tokens, protocol="4x8"))["cross_entropy"] == "passed"
-    assert outcome(verify("tiny", text=tokens, protocol="4x5"))["cross_entropy"] == "failed"
+    checks = verify("tiny", text=tokens, protocol="4x5")
+    assert outcome(checks)["cross_entropy"] == "failed"
+    measured, recorded = re.match(r"([\d.]+) nats per token, recorded ([\d.]+) \(4 x 5\)", checks[2].detail).groups()
+    assert (measured, recorded) == (f"{far.value - 3e-3:.4f}", f"{far.value:.4f}")
+    lower = dataclasses.replace(far, value=far.value - 6e-3)
+    register(monkeypatch, MODEL.config, files, cross_entropy=(near, lower))
+    assert outcome(verify("tiny", text=tokens, protocol="4x5"))["cross_entropy"] == "failed", "a loss that is too high"
+    register(monkeypatch, MODEL.config, files, cross_entropy=(near, far))
     short = verify("tiny", text=tokens[:20])
     assert outcome(short)["cross_entropy"] == "skipped"
     assert short[2].detail == "needs 4 rows of 8 tokens of ids of this test; the text gives 19 tokens in 3 rows"
@@ -162,6 +190,7 @@ def test_record_and_table(tmp_path, cache, files, monkeypatch):
     fill(cache, files)
     register(monkeypatch, MODEL.config, files)
     entry = dataclasses.replace(released.RELEASED["tiny"], name="elsewhere", repo="someone/elsewhere")
+    entry = dataclasses.replace(entry, config=tiny(mlp="swiglu", attention="softmax"))
     monkeypatch.setitem(released.RELEASED, "elsewhere", entry)
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "verification.json"
@@ -172,7 +201,10 @@ def test_record_and_table(tmp_path, cache, files, monkeypatch):
         "elsewhere": "not yet verified",
     }
     assert record["models"]["tiny"]["revision"] == COMMIT
-    said = record["models"]["elsewhere"]["checks"][0]["detail"]
+    elsewhere = record["models"]["elsewhere"]
+    assert (elsewhere["mlp"], elsewhere["attention"]) == ("swiglu", "softmax")
+    assert (elsewhere["n_params"], elsewhere["repo"]) == (entry.config.n_params, "someone/elsewhere")
+    said = elsewhere["checks"][0]["detail"]
     assert "offline mode is on" in said
     assert "the cache folder ~/cache does not hold it" in said
     # a later run keeps what it does not repeat
@@ -182,7 +214,7 @@ def test_record_and_table(tmp_path, cache, files, monkeypatch):
     link = "[someone/gpt2-tiny](https://huggingface.co/someone/gpt2-tiny)"
     assert f"| `tiny` | {link} | {MODEL.config.n_params:,} |" in table
     assert "| bilinear, bilinear | not yet verified | not measured |" in table
-    assert "`elsewhere`" in table
+    assert f"| {entry.config.n_params:,} | swiglu, softmax | not yet verified | not measured |" in table
     verify_released(path, names=["tiny"], text=ids(100))
     assert "| bilinear, bilinear | verified | " in verification_table(path)
     register(monkeypatch, MODEL.config.replace(n_layer=3), files)
@@ -198,3 +230,26 @@ def test_table_without_a_record(tmp_path):
     (tmp_path / "verification.json").write_text('{"models": {"x": {}}}')
     with pytest.raises(ValueError, match="KeyError"):
         verification_table(tmp_path / "verification.json")
+
+
+@pytest.mark.parametrize(
+    "file, numerics, cross, state",
+    [
+        ("passed", "passed", "passed", "verified"),
+        ("passed", "passed", "skipped", "not yet verified"),
+        ("skipped", "passed", "passed", "not yet verified"),
+        ("passed", "skipped", "passed", "not yet verified"),
+        ("failed", "skipped", "skipped", "failed"),
+        ("passed", "failed", "passed", "failed"),
+        ("passed", "passed", "failed", "failed"),
+    ],
+)
+def test_the_state_of_a_model_with_a_recorded_value(file, numerics, cross, state, tmp_path, files, monkeypatch):
+    names = ("file", "numerics", "cross_entropy")
+    made = [Check(name=n, status=s, detail="3.1") for n, s in zip(names, (file, numerics, cross), strict=True)]
+    monkeypatch.setattr("tnlm.checkpoints.verification.verify", lambda *_, **__: made)
+    register(monkeypatch, MODEL.config, files, cross_entropy=(known(MODEL, ids(100)),))
+    record = verify_released(tmp_path / "v.json", names=["tiny"])
+    assert record["models"]["tiny"]["state"] == state
+    shown = "not measured" if cross == "skipped" else "3.1"
+    assert verification_table(tmp_path / "v.json").endswith(f"| {state} | {shown} |\n")

@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import datasets.config
 import lm_eval.tasks
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub import constants
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache, pipeline
@@ -14,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 import tnlm
 from tests.limits import assert_close
 from tests.tiny_models import ATTENTIONS, build, ids, tiny
+from tnlm.checkpoints import hub
 from tnlm.config import ModelConfig
 from tnlm.integrations import hf
 from tnlm.points import intervene
@@ -344,6 +347,26 @@ def test_a_file_of_questions_runs_offline(tmp_path, monkeypatch, trained):
     assert set(asked) == {(row["context"], choice) for row in rows for choice in row["choices"]}
     few = hf.evaluate_tasks(bytes_model(), tokenizer.get("bytes"), [str(lines)], limit=2)
     assert few["cats"]["acc"] in (0.0, 0.5, 1.0)
+
+
+def test_tasks_of_the_hub_need_no_waiting_without_a_connection(monkeypatch):
+    """The Hub's libraries are in offline mode, so that they read their cache at once, and a task that is not there is
+    one message."""
+
+    def simple_evaluate(*_, **__):
+        assert constants.HF_HUB_OFFLINE
+        assert datasets.config.HF_HUB_OFFLINE
+        raise ConnectionError("couldn't reach EleutherAI/lambada_openai")
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    manager = lm_eval.tasks.TaskManager
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **_: manager(include_defaults=False))
+    monkeypatch.setattr(manager, "match_tasks", lambda self, names: names)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", simple_evaluate)
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    with pytest.raises(ValueError, match="the Hub cannot be reached: couldn't reach EleutherAI/lambada_openai"):
+        hf.evaluate_tasks(bytes_model(), tokenizer.get("bytes"), ["lambada_openai"])
+    assert before == (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
 
 
 @pytest.mark.user_error

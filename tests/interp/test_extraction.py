@@ -1,5 +1,7 @@
 """The extracted tensors are the model: contracted with a run's norms they give its logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -136,10 +138,29 @@ def test_weights_that_weigh_nothing_are_refused(weights, text):
 @pytest.mark.parametrize("mlp", ["swiglu", "relu2", "gelu"])
 def test_mlps_that_are_no_polynomials_say_so(mlp):
     net = extract(make(mlp, "softmax"))
-    with pytest.raises(ValueError, match=f"{mlp} MLP is not polynomial, so it has no tensor"):
+    with pytest.raises(ValueError, match=f"the {mlp} MLP is not polynomial: .* has no tensor"):
         net.mlp[0]
-    with pytest.raises(ValueError, match="softmax attention is not a polynomial"):
+    with pytest.raises(ValueError, match=r"softmax attention is not polynomial: .*, so its pattern has"):
         net.check(torch.randint(0, 11, (1, 4)))
+
+
+def test_extracted_tensors_are_extracted_again():
+    model = make()
+    net = extract(model)
+    assert extract(net) is net
+    wide = extract(extract(model, dtype=torch.float32), dtype=torch.float64)
+    assert (wide.mlp[0].dtype, wide.model) == (torch.float64, model)
+    narrow = extract(model, dtype=torch.float32)
+    assert extract(narrow) is narrow
+
+
+def test_inverse_norms_have_one_convention():
+    model, tokens = make(), torch.randint(0, 11, (2, 7))
+    ours, theirs = extract(model).inverse_norms(tokens), model.inverse_norms(tokens)
+    assert_close(ours, theirs)
+    assert ours["blocks.1.ln2.hook_scale"].shape == (2, 7, 2)
+    assert ours["blocks.1.attn.q2_norm.hook_scale"].shape == (2, 7, 1 + 3)
+    assert extract(model, dtype=torch.float32).inverse_norms(tokens)["ln_final.hook_scale"].dtype == torch.float32
 
 
 @pytest.mark.user_error
@@ -225,7 +246,8 @@ def test_a_whole_model_as_one_dense_tensor():
         after = after + torch.einsum("za,bc,de->dzabce", first, second, ov @ at[u])
     after, constant = after.reshape(2, -1), torch.eye(5**5, dtype=torch.float64)[0]
     mlp, w_u = net.mlp[0], net.unembed
-    dense = torch.einsum("oij,ia,jb->oab", mlp.tensor(), after, after) + after[:, :, None] * constant
+    form = replace(mlp, bias=None).tensor()
+    dense = torch.einsum("oij,ia,jb->oab", form, after, after) + after[:, :, None] * constant
     dense[:, 0, 0] += 0 if mlp.bias is None else mlp.bias
     dense = torch.einsum("vo,oab->vab", w_u, dense).detach()
     assert dense.numel() == 3 * 5**10

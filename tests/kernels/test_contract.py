@@ -224,15 +224,15 @@ def test_a_prefix_gives_the_prefix_of_the_output(kind, implementation):
 @BOTH
 @EACH
 @pytest.mark.parametrize("view", VIEWS)
-def test_layout_changes_no_bit(kind, implementation, view):
+def test_layout_changes_nothing_but_rounding(kind, implementation, view):
+    """Libraries of matrix products may take another order of sums for another layout, on some CPUs."""
     packed = [x.detach() for x in operands(kind, seq_q=130, d_v=12, dtype=torch.float32)]
     views = [VIEWS[view](x) for x in packed]
     grad = torch.randn(2, 130, 3, 12)
     strided_grad = grad.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
     want = outputs_and_gradients(kind, packed, grad, implementation=implementation)
     got = outputs_and_gradients(kind, views, strided_grad, implementation=implementation)
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+    assert_close(got, want)
 
 
 @BOTH

@@ -160,3 +160,12 @@ def test_every_width_to_128_has_tiles(dtype, target, kind):
 def test_no_tiles_past_128():
     with pytest.raises(ValueError, match=r'needs d_qk and d_v up to 128, got 64 and 160; use "chunked"'):
         tiles.lookup("sm_90", "bilinear", torch.bfloat16, 64, 160)
+
+
+def test_auto_decides_by_sizes_that_are_all_different(monkeypatch):
+    """Batch 2, heads 3, 5 queries and 7 keys of width 4, values of width 10: 210 scores."""
+    asked = []
+    monkeypatch.setattr(dispatch, "choose", lambda device, dtype, **sizes: asked.append((dtype, sizes)) or "eager")
+    tensors = operands("bilinear", seq_q=5, seq_k=7, dtype=torch.float32)
+    bilinear_attention(*tensors)
+    assert asked == [(torch.float32, {"seq_q": 5, "d_qk": 4, "d_v": 10, "scores": 2 * 3 * 5 * 7})]

@@ -84,32 +84,44 @@ def test_a_float32_state_continues_in_float64(kind):
     assert_close(out, want, dtype=torch.float32)
 
 
+MISFITS = {
+    "a narrow query": ("d=4", lambda i, x, n: x[..., :3] if i == 0 else x),
+    "narrow values": ("d=10", lambda i, x, n: x[..., :3] if i == n - 1 else x),
+    "fewer keys": ("new=128", lambda i, x, n: x[:, :5] if i == 1 else x),
+    "float64": (
+        r"a state of torch.float32, got torch.float64; make the state with dtype=torch.float64",
+        lambda i, x, n: x.double(),
+    ),
+    "a complex key": (
+        r"a state of torch.float32, got torch.complex64",
+        lambda i, x, n: x.to(torch.complex64) if i == 1 else x,
+    ),
+    "values elsewhere": (r"device of this state, cpu, got meta", lambda i, x, n: x.to("meta") if i == n - 1 else x),
+}
+
+
 @BOTH
 @pytest.mark.user_error
-def test_what_is_refused_leaves_the_state_as_it_was(kind):
+@pytest.mark.parametrize("message, change", MISFITS.values(), ids=MISFITS)
+def test_what_is_refused_leaves_the_state_as_it_was(kind, message, change):
     tensors = [x.detach() for x in operands(kind, seq_q=131, dtype=torch.float32)]
     before, after = pieces(tensors, [3, 128])
     state, untouched = State(kind, **SIZES), State(kind, **SIZES)
     state.attend(*before)
     untouched.attend(*before)
-    changes = {
-        "d=4": lambda i, x: x[..., :3] if i == 0 else x,
-        "d=10": lambda i, x: x[..., :3] if i == len(after) - 1 else x,
-        "new=128": lambda i, x: x[:, :5] if i == 1 else x,
-        r"fit a state of torch.float32, got torch.float64; make the state with dtype=torch.float64": (
-            lambda i, x: x.double()
-        ),
-        "fit a state of torch.float32, got torch.complex64": lambda i, x: x.to(torch.complex64) if i == 1 else x,
-        "on the device of this state, cpu, got meta": lambda i, x: x.to("meta") if i == len(after) - 1 else x,
-    }
-    for message, change in changes.items():
-        with pytest.raises(ValueError, match=message):
-            state.attend(*(change(i, x) for i, x in enumerate(after)))
-    wide = State(kind, **SIZES, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"total must fit a state of torch.float32, got torch.float64"):
-        state.load_state_dict(wide.state_dict())
+    with pytest.raises(ValueError, match=message):
+        state.attend(*(change(i, x, len(after)) for i, x in enumerate(after)))
     assert torch.equal(state.attend(*after), untouched.attend(*after))
     assert state.seq == 131
+
+
+@BOTH
+@pytest.mark.user_error
+def test_a_wider_past_is_refused(kind):
+    state, wide = State(kind, **SIZES), State(kind, **SIZES, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"total must fit a state of torch.float32, got torch.float64"):
+        state.load_state_dict(wide.state_dict())
+    assert state.seq == 0
 
 
 @BOTH
@@ -155,20 +167,37 @@ def test_autocast_does_not_round_the_state(kind):
         assert torch.equal(cast.attend(*tensors), want)
 
 
+Q, K, V = (torch.zeros(2, 3, 3, d) for d in (4, 4, 10))
+PAST = State("bilinear", **SIZES).state_dict()
+
+
 @pytest.mark.user_error
-def test_errors_name_what_does_not_fit():
-    with pytest.raises(ValueError, match=r"dtype must be float32 or wider, got torch\.bfloat16"):
-        State("bilinear", **SIZES, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"kind must be .*, got 'softmax'"):
-        State("softmax", **SIZES)
-    state = State("bilinear", **SIZES)
-    q, k, v = (x.detach().float() for x in operands("squared", seq_q=3))
-    with pytest.raises(ValueError, match="a bilinear state takes 4 queries and keys here, got 2"):
-        state.attend(q, k, v)
-    with pytest.raises(ValueError, match=r"batch=2, new=3, n_head=3, d=4\), got \(2, 3, 1, 4\)"):
-        state.update(k[:, :, :1], k, v)
-    saved = state.state_dict()
-    with pytest.raises(ValueError, match=r"a squared state holds \['k1', 'seq', 'total', 'v'\], got \['k1', 'k2'"):
-        State("squared", **SIZES).load_state_dict(saved)
-    with pytest.raises(ValueError, match=r"total must have shape \(2, 3, 16, 10\), got \(2, 3, 9, 10\)"):
-        state.load_state_dict(saved | {"total": saved["total"][:, :, :9]})
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda state: State("bilinear", **SIZES, dtype=torch.bfloat16), r"float32 or wider, got torch\.bfloat16"),
+        (lambda state: State("softmax", **SIZES), r"kind must be .*, got 'softmax'"),
+        (lambda state: state.attend(Q, K, V), "bilinear state takes 4 .* got 2"),
+        (lambda state: state.update(K[:, :, :1], K, V), r"batch=2, new=3, n_head=3, d=4\), got \(2, 3, 1, 4\)"),
+        (
+            lambda state: State("squared", **SIZES).load_state_dict(PAST),
+            r"a squared state holds \['k1', 'seq', 'total', 'v'\], got \['k1', 'k2'",
+        ),
+        (
+            lambda state: state.load_state_dict(PAST | {"total": PAST["total"][:, :, :9]}),
+            r"total must have shape \(2, 3, 16, 10\), got \(2, 3, 9, 10\)",
+        ),
+    ],
+)
+def test_errors_name_what_does_not_fit(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(State("bilinear", **SIZES))
+
+
+@BOTH
+def test_fewer_than_a_chunk_of_tokens_are_kept_as_they_are(kind):
+    *factors, v = (x.detach() for x in operands(kind, seq_q=2 * CHUNK + 3, dtype=torch.float32))
+    state = State(kind, **SIZES)
+    for n, kept in ((CHUNK - 1, CHUNK - 1), (1, 0), (1, 1), (CHUNK, 0)):
+        state.update(*(k[:, :n] for k in factors[1::2]), v[:, :n])
+        assert state.state_dict()["v"].shape[1] == state.state_dict()["k1"].shape[1] == kept

@@ -33,7 +33,7 @@ def run(config, dtype=torch.float64):
         return hooked, *hooked.run_with_cache(TOKENS)
 
 
-def close(actual, expected):
+def assert_near(actual, expected):
     """Equal but for rounding, relative to the largest number in play."""
     assert_close(actual, expected, scale=max(1.0, expected.abs().max().item()))
 
@@ -63,13 +63,13 @@ def test_parts_sum_to_the_stream(config, dtype):
         if expected is None:
             continue
         options = {"mlp_input": mid, "apply_ln": ln}
-        close(cache.decompose_resid(layer, **options).sum(0), expected)
+        assert_near(cache.decompose_resid(layer, **options).sum(0), expected)
         for expand in (True, False):
-            close(cache.get_full_resid_decomposition(layer, expand_neurons=expand, **options).sum(0), expected)
-        close(cache.stack_neuron_results(layer, incl_remainder=True, **options).sum(0), expected)
-        close(cache.accumulated_resid(layer, incl_mid=True, **options)[-1], expected)
+            assert_near(cache.get_full_resid_decomposition(layer, expand_neurons=expand, **options).sum(0), expected)
+        assert_near(cache.stack_neuron_results(layer, incl_remainder=True, **options).sum(0), expected)
+        assert_near(cache.accumulated_resid(layer, incl_mid=True, **options)[-1], expected)
         if not mid:
-            close(cache.stack_head_results(layer, incl_remainder=True, apply_ln=ln).sum(0), expected)
+            assert_near(cache.stack_head_results(layer, incl_remainder=True, apply_ln=ln).sum(0), expected)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -89,22 +89,44 @@ def test_each_part_is_what_its_label_says(config):
     named = dict(zip(labels, parts, strict=True))
     heads = dict(zip(*cache.stack_head_results(return_labels=True)[::-1], strict=True))
     units = dict(zip(*cache.stack_neuron_results(n, return_labels=True)[::-1], strict=True))
-    close(named["embed"], embed * cache["hook_embed"])
+    assert_near(named["embed"], embed * cache["hook_embed"])
     for i, block in enumerate(blocks):
         if block.attn is not None:
-            close(named[f"{i}_attn_out"], writes[i] * cache["attn_out", i])
-            close(sum(heads[f"L{i}H{h}"] for h in range(3)), named[f"{i}_attn_out"])
+            assert_near(named[f"{i}_attn_out"], writes[i] * cache["attn_out", i])
+            assert_near(sum(heads[f"L{i}H{h}"] for h in range(3)), named[f"{i}_attn_out"])
         if block.mlp is not None:
-            close(named[f"{i}_mlp_out"], writes[i] * cache["mlp_out", i])
+            assert_near(named[f"{i}_mlp_out"], writes[i] * cache["mlp_out", i])
             bias = 0 if block.mlp.bias is None else writes[i] * block.mlp.bias
-            close(sum(units[f"L{i}N{j}"] for j in range(7)) + bias, named[f"{i}_mlp_out"])
+            assert_near(sum(units[f"L{i}N{j}"] for j in range(7)) + bias, named[f"{i}_mlp_out"])
     only = cache.decompose_resid(mode="mlp", incl_embeds=False, return_labels=True)[1]
     assert only == [label for label in labels if label.endswith("mlp_out")]
     full = cache.get_full_resid_decomposition(expand_neurons=False, return_labels=True)[1]
     assert full == [*heads, *(label for label in labels if label.endswith("mlp_out")), "embed", "bias"]
     _, where = cache.get_full_resid_decomposition(return_labels=True)
     bias = cache.get_full_resid_decomposition()[where.index("bias")]
-    close(bias, hooked.accumulated_bias(n).expand_as(bias))
+    assert_near(bias, hooked.accumulated_bias(n).expand_as(bias))
+
+
+def test_parts_are_labelled_by_their_own_weights():
+    """From the weights of that head, and of that unit alone: a sum over all of them cannot see an exchange."""
+    hooked, _, cache = run(tiny())
+    _, writes = factors(hooked.blocks)
+    heads = dict(zip(*cache.stack_head_results(return_labels=True)[::-1], strict=True))
+    units = dict(zip(*cache.stack_neuron_results(3, return_labels=True)[::-1], strict=True))
+    for i, block in enumerate(hooked.blocks):
+        for h in range(3):
+            w_o = block.attn.w_o[:, 10 * h : 10 * h + 10]
+            assert_near(heads[f"L{i}H{h}"], writes[i] * cache["z", i][:, :, h] @ w_o.T)
+        for j in range(7):
+            assert_near(units[f"L{i}N{j}"], writes[i] * cache["post", i][..., j, None] * block.mlp.w_d[:, j])
+    streams = dict(zip(*cache.accumulated_resid(incl_mid=True, return_labels=True)[::-1], strict=True))
+    for i in range(3):
+        assert_near(streams[f"{i}_pre"], cache["resid_pre", i])
+        assert_near(streams[f"{i}_mid"], cache["resid_mid", i])
+    assert list(streams)[-1] == "final_post"
+    bias = sum(writes[i] * block.mlp.bias for i, block in enumerate(hooked.blocks))
+    assert_near(hooked.accumulated_bias(3), bias)
+    assert not hooked.accumulated_bias(3, include_mlp_biases=False).any()
 
 
 def test_slices_and_projections_commute_with_the_sum():
@@ -113,14 +135,14 @@ def test_slices_and_projections_commute_with_the_sum():
     direction, plane = torch.randn(30, dtype=torch.float64), torch.randn(30, 4, dtype=torch.float64)
     for positions, part in ((-1, expected[:, -1]), ((1, 3), expected[:, 1:3]), ([0, 4], expected[:, [0, 4]])):
         full = cache.get_full_resid_decomposition
-        close(full(apply_ln=True, pos_slice=positions).sum(0), part)
-        close(full(apply_ln=True, pos_slice=positions, project_output_onto=direction).sum(0), part @ direction)
-        close(full(apply_ln=True, pos_slice=positions, project_output_onto=plane).sum(0), part @ plane)
-        close(cache.decompose_resid(apply_ln=True, pos_slice=positions).sum(0), part)
+        assert_near(full(apply_ln=True, pos_slice=positions).sum(0), part)
+        assert_near(full(apply_ln=True, pos_slice=positions, project_output_onto=direction).sum(0), part @ direction)
+        assert_near(full(apply_ln=True, pos_slice=positions, project_output_onto=plane).sum(0), part @ plane)
+        assert_near(cache.decompose_resid(apply_ln=True, pos_slice=positions).sum(0), part)
     few, labels = cache.stack_neuron_results(2, neuron_slice=[1, 5], return_labels=True)
     assert labels == ["L0N1", "L0N5", "L1N1", "L1N5"]
     whole, names = cache.stack_neuron_results(2, return_labels=True)
-    close(few, whole[[names.index(label) for label in labels]])
+    assert_near(few, whole[[names.index(label) for label in labels]])
     assert cache.stack_neuron_results(2, neuron_slice=3, return_labels=True)[1] == ["L0N3", "L1N3"]
     assert cache.decompose_resid(0, incl_embeds=False).shape == (0, 2, 5, 30)
 
@@ -129,12 +151,12 @@ def test_batch_slices_keep_the_repair():
     _, _, cache = run(tiny())
     row = cache.apply_slice_to_batch_dim([1])
     assert isinstance(row, lens.ResidualCache)
-    close(row.decompose_resid().sum(0), cache["resid_post", 2][[1]])
+    assert_near(row.decompose_resid().sum(0), cache["resid_post", 2][[1]])
     hooked = lens.hook(build(tiny()))
     with torch.no_grad():
         _, single = hooked.run_with_cache(TOKENS[:1], remove_batch_dim=True)
-    close(single.decompose_resid(apply_ln=True).sum(0), single["ln_final.hook_normalized"])
-    close(single.get_full_resid_decomposition(1, mlp_input=True).sum(0), single["resid_mid", 1])
+    assert_near(single.decompose_resid(apply_ln=True).sum(0), single["ln_final.hook_normalized"])
+    assert_near(single.get_full_resid_decomposition(1, mlp_input=True).sum(0), single["resid_mid", 1])
 
 
 def test_head_results_come_from_z_when_they_were_not_cached():
@@ -142,22 +164,24 @@ def test_head_results_come_from_z_when_they_were_not_cached():
     with torch.no_grad():
         _, cache = hooked.run_with_cache(TOKENS, names_filter=lambda name: not name.endswith("hook_result"))
         _, whole = hooked.run_with_cache(TOKENS)
-    close(cache.stack_head_results(2), whole.stack_head_results(2))
+    assert_near(cache.stack_head_results(2), whole.stack_head_results(2))
     assert "blocks.1.attn.hook_result" not in cache.keys()  # noqa: SIM118
     cache.compute_head_results()
-    close(cache["result", 1], whole["result", 1])
+    assert_near(cache["result", 1], whole["result", 1])
 
 
 @pytest.mark.user_error
-def test_layers_and_modes_are_checked():
-    _, _, cache = run(tiny())
-    for call in (cache.decompose_resid, cache.accumulated_resid, cache.get_full_resid_decomposition):
-        with pytest.raises(ValueError, match=r"layer must be in \[0, 3\] .* got layer=4"):
-            call(4)
-        with pytest.raises(ValueError, match="below 3 with mlp_input=True"):
-            call(3, mlp_input=True)
-    with pytest.raises(ValueError, match='mode must be "all", "mlp" or "attn"'):
-        cache.decompose_resid(mode="heads")
+@pytest.mark.parametrize("name", ["decompose_resid", "accumulated_resid", "get_full_resid_decomposition"])
+@pytest.mark.parametrize("layer, options, message", [(4, {}, "got layer=4"), (3, {"mlp_input": True}, "below 3 with")])
+def test_layers_are_checked(name, layer, options, message):
+    with pytest.raises(ValueError, match=rf"layer must be in \[0, 3\] .*{message}"):
+        getattr(run(tiny())[2], name)(layer, **options)
+
+
+@pytest.mark.user_error
+def test_modes_are_checked():
+    with pytest.raises(ValueError, match='"all", "mlp" or "attn", got \'heads\''):
+        run(tiny())[2].decompose_resid(mode="heads")
 
 
 # Names in the cache
@@ -193,17 +217,17 @@ def test_missing_names_say_what_is_there():
 def test_attributions_sum_to_the_logit_before_the_softcap(config):
     hooked, logits, cache = run(config)
     before = hooked._view.pre_softcap(TOKENS).detach()
-    close(cache.accumulated_resid(apply_ln=True)[-1] @ hooked.W_U, before)
+    assert_near(cache.accumulated_resid(apply_ln=True)[-1] @ hooked.W_U, before)
     for unit in ("component", "head"):
         found = direct_logit_attribution(hooked, TOKENS, 3, 8, unit=unit)
-        close(found.attribution.sum(0).detach(), before[:, -1, 3] - before[:, -1, 8])
+        assert_near(found.attribution.sum(0).detach(), before[:, -1, 3] - before[:, -1, 8])
         found = direct_logit_attribution(hooked, cache=cache, answer_tokens=3, unit=unit, pos=None)
-        close(found.attribution.sum(0).detach(), before[..., 3])
+        assert_near(found.attribution.sum(0).detach(), before[..., 3])
     full = cache.get_full_resid_decomposition()
-    close(cache.logit_attrs(full, tokens=torch.tensor([4, 9])).sum(0).detach()[1], before[1, :, 9])
+    assert_near(cache.logit_attrs(full, tokens=torch.tensor([4, 9])).sum(0).detach()[1], before[1, :, 9])
     result = cache.logit_lens(positions=None)
-    close(result.readout.values[-1], logits)
-    close(logit_lens(hooked, TOKENS, incl_mid=config.mlp != "none").readout.values[-1], logits[:, -1])
+    assert_near(result.readout.values[-1], logits)
+    assert_near(logit_lens(hooked, TOKENS, incl_mid=config.mlp != "none").readout.values[-1], logits[:, -1])
 
 
 @pytest.mark.parametrize("attention", ["bilinear", "squared", "softmax"])
@@ -220,10 +244,15 @@ def test_scores_and_outputs_follow_from_qk_and_ov(attention):
         for name, qk in branches:  # at position 0 nothing is rotated
             first_token = torch.einsum("bm,hmn,bn->bh", x[:, 0], qk.AB[i], x[:, 0])
             scale = 2.0 if attention == "softmax" else 4.0
-            close(cache[f"blocks.{i}.attn.{name}"][:, :, 0, 0], first_token / scale)
+            assert_near(cache[f"blocks.{i}.attn.{name}"][:, :, 0, 0], first_token / scale)
+            parts = ("q1", "k1") if name == "hook_attn_scores" else ("q2", "k2")
+            w_q, w_k = (getattr(hooked.blocks[i].attn, f"w_{part}").view(3, 4, 30) for part in parts)
+            query, key = torch.randn(2, 30, dtype=torch.float64)  # two vectors, or the transpose would pass
+            want = torch.stack([(w_q[h] @ query) @ (w_k[h] @ key) for h in range(3)])
+            assert_near(torch.einsum("m,hmn,n->h", query, qk.AB[i], key), want)
         pattern = cache["pattern", i]
         own = torch.einsum("bhqk,bkm,hmn->bqn", pattern, x, ov[i])
-        close(own + torch.einsum("bhqk,bkm,hmn->bqn", pattern, first, ov_first[i]), cache["attn_out", i])
+        assert_near(own + torch.einsum("bhqk,bkm,hmn->bqn", pattern, first, ov_first[i]), cache["attn_out", i])
     assert ov_first[0].abs().max() == 0
     assert ov_first[1].abs().max() > 0.01
 
@@ -236,20 +265,25 @@ def test_weights_in_their_names_compute_the_forward(mlp):
     own = {"W_Q": attn.w_q1, "W_K": attn.w_k1, "W_Q2": attn.w_q2, "W_K2": attn.w_k2, "W_V": attn.w_v}
     for point, (name, parameter) in zip(("q", "k", "q2", "k2", "v"), own.items(), strict=True):
         weight = getattr(attn, name)
-        close(torch.einsum("bsm,hmd->bshd", x, weight), cache[point, 1])
+        assert_near(torch.einsum("bsm,hmd->bshd", x, weight), cache[point, 1])
         assert torch.equal(getattr(hooked, name)[1], weight)
         assert weight.data_ptr() == parameter.data_ptr()
-    close(torch.einsum("bshd,hdm->bshm", cache["z", 1], hooked.W_O[1]), cache["result", 1])
+    assert_near(torch.einsum("bshd,hdm->bshm", cache["z", 1], hooked.W_O[1]), cache["result", 1])
     y = cache["blocks.1.ln2.hook_normalized"]
     gate = block_mlp.W_gate if mlp != "relu2" else block_mlp.W_in
-    close(y @ gate, cache["pre", 1])
+    assert_near(y @ gate, cache["pre", 1])
+    hidden = tiny(mlp=mlp, attention="bilinear", mlp_hidden_bias=True)
+    biased = lens.hook(build(hidden)).blocks[1].mlp
+    first, second = (biased.b_l, None) if mlp == "relu2" else (biased.b_r, biased.b_l)
+    assert biased.b_in is first
+    assert biased.b_gate is second
     if mlp == "relu2":
         assert block_mlp.W_gate is None
     else:
-        close(y @ hooked.W_in[1], cache["pre_linear", 1])
-    close(cache["post", 1] @ hooked.W_out[1] + hooked.b_out[1], cache["mlp_out", 1])
+        assert_near(y @ hooked.W_in[1], cache["pre_linear", 1])
+    assert_near(cache["post", 1] @ hooked.W_out[1] + hooked.b_out[1], cache["mlp_out", 1])
     capped = 30 * torch.tanh((cache["ln_final.hook_normalized"] @ hooked.W_U + hooked.b_U) / 30)
-    close(capped, logits)
+    assert_near(capped, logits)
     assert torch.equal(hooked.W_E[TOKENS], cache["hook_embed_raw"])
 
 

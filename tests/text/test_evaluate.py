@@ -9,7 +9,7 @@ from tests.limits import assert_close
 from tests.tiny_models import build, ids, tiny
 from tnlm.config import ModelConfig
 from tnlm.text import tokenizer
-from tnlm.text.evaluate import byte_lengths, cross_entropy, long_context_warning, token_losses
+from tnlm.text.evaluate import byte_lengths, cross_entropy, long_context_warning, position_buckets, token_losses
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +157,23 @@ def test_a_loss_that_is_not_finite_is_refused(bad):
         model.blocks[1].mlp.w_d[3, 2] = bad
     with pytest.raises(ValueError, match="losses must be finite, got NaN or infinity in row 0"):
         cross_entropy(model, ids(2, 9))
+
+
+def test_each_bucket_reaches_twice_as_far_as_the_one_before():
+    sums, counts = [float(p) for p in range(300)], [2 + p % 3 for p in range(300)]
+    buckets = position_buckets(sums, counts)
+    assert [(b.start, b.stop) for b in buckets] == [(0, 64), (64, 128), (128, 256), (256, 300)]
+    for b in buckets:
+        assert b.tokens == sum(counts[b.start : b.stop])
+        assert b.loss == pytest.approx(sum(sums[b.start : b.stop]) / b.tokens)
+
+
+def test_a_loss_that_is_not_finite_is_of_a_row_of_any_batch():
+    """Rows of a token whose embedding is NaN: the sixth of seven, in the third batch."""
+    model = build(tiny(), torch.float32)
+    with torch.no_grad():
+        model.embed.w_e[10] = math.nan
+    tokens = ids(7, 6, limit=10)
+    tokens[5, 2] = 10
+    with pytest.raises(ValueError, match="NaN or infinity in row 5"):
+        cross_entropy(model, tokens, batch_size=2)

@@ -137,21 +137,30 @@ def test_integer_arrays_decode(byte, dtype):
 
 
 @pytest.mark.user_error
-def test_other_user_errors(byte, tmp_path):
-    with pytest.raises(ValueError, match="text must be a str, got bytes"):
-        byte.encode(b"a")
-    with pytest.raises(ValueError, match="has no end-of-text id"):
-        byte.encode("a", allow_special=True)
-    with pytest.raises(ValueError, match="at least 257"):
-        tokenizers.train_bpe(["a"], 256)
-    with pytest.raises(ValueError, match=r"support a vocabulary of .*, not d_vocab=5000"):
-        tokenizers.train_bpe(["a b c d"], 5000)
-    with pytest.raises(ValueError, match='must be "gpt2", "bytes" or an existing path'):
-        tokenizers.get("gpt3")
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: tokenizers.get("bytes").encode(b"a"), "text must be a str, got bytes"),
+        (lambda: tokenizers.get("bytes").encode("a", allow_special=True), "'bytes' has no end-of-text id"),
+        (lambda: tokenizers.train_bpe(["a"], 256), "d_vocab must be at least 257 .* got 256"),
+        (lambda: tokenizers.train_bpe(["a b c d"], 5000), r"a vocabulary of .*, not d_vocab=5000"),
+        (lambda: tokenizers.get("gpt3"), '"gpt2", "bytes" or an existing path, got \'gpt3\''),
+        (lambda: tokenizers.Tokenizer("x", [b"a", b"a"], eot=False), "got 1 duplicates and 255 bytes missing"),
+    ],
+)
+def test_other_user_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.user_error
+def test_a_folder_without_a_tokenizer(tmp_path):
     with pytest.raises(ValueError, match="holds none of"):
         tokenizers.get(tmp_path)
-    with pytest.raises(ValueError, match="distinct and hold all 256"):
-        tokenizers.Tokenizer("x", [b"a", b"a"], eot=False)
+
+
+@pytest.mark.user_error
+def test_another_file_in_the_place_of_the_vocabulary(tmp_path):
     (tmp_path / "vocab.bpe").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ValueError, match=r"vocab.bpe must be the GPT-2 vocabulary, sha256 .* got"):
         tokenizers.get(tmp_path)
@@ -251,3 +260,18 @@ class TestSearchOrder:
         monkeypatch.setattr(tokenizers.urllib.request, "urlopen", fail)
         with pytest.raises(ValueError, match=r"the network \(failed: no route\)"):
             tokenizers.get("gpt2")
+
+
+def test_the_hash_tells_whether_end_of_text_is_an_id():
+    tokens = [bytes([byte]) for byte in range(256)]
+    with_it, without = (tokenizers.Tokenizer("x", tokens, eot=eot) for eot in (True, False))
+    assert with_it.hash != without.hash
+
+
+def test_ranks_of_a_rank_file_are_numbers():
+    """A small one, its lines in the order of the ranks as text: 0, 1, 10, 100, 101, ..."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"the"]
+    lines = [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
+    read = tokenizers._gpt2(b"".join(sorted(lines, key=lambda line: line.split()[1])))
+    assert [read.token_bytes(i) for i in range(len(tokens))] == tokens
+    assert read.encode("the") == [257]

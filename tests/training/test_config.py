@@ -45,18 +45,30 @@ def test_refuses(changes, message):
 
 
 @pytest.mark.user_error
-def test_config_files_are_read_strictly(tmp_path):
-    nano = preset("nano")
-    with pytest.raises(ValueError, match=r"my\.json does not fit TrainConfig: missing none; unexpected lr_embde"):
-        nano.updated({"lr_embde": 0.1}, source="my.json")
-    with pytest.raises(ValueError, match=r"my\.json, model does not fit ModelConfig.*d_mdoel"):
-        nano.updated({"model": {"d_mdoel": 4}}, source="my.json")
-    (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(ValueError, match="must hold one JSON object: it holds a list"):
-        load_config(tmp_path / "list.json")
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_config(tmp_path / "missing.json")
-    with pytest.raises(ValueError, match="unknown preset 'nanoo'; known: nano"):
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"lr_embde": 0.1}, r"my\.json .* missing none; unexpected lr_embde"),
+        ({"model": {"d_mdoel": 4}}, r"my\.json, model .*d_mdoel"),
+    ],
+)
+def test_unknown_keys_of_a_config_file(values, message):
+    with pytest.raises(ValueError, match=message):
+        preset("nano").updated(values, source="my.json")
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize("content, message", [("[1]", "it holds a list"), (None, "cannot be read")])
+def test_config_files_that_hold_no_object(content, message, tmp_path):
+    if content is not None:
+        (tmp_path / "c.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"c\.json .*{message}"):
+        load_config(tmp_path / "c.json")
+
+
+@pytest.mark.user_error
+def test_an_unknown_preset():
+    with pytest.raises(ValueError, match="'nanoo'; known: nano"):
         preset("nanoo")
 
 

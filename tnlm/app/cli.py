@@ -18,7 +18,7 @@ import tyro
 
 from tnlm.output.command import Command, ModelCommand, TextCommand, guarded, load_model, print_record, print_version
 from tnlm.output.exit_codes import ExitCode
-from tnlm.text.default_tokenizer import encode_prompt, find_tokenizer, folders_of, one_token, saved_tokenizer, source_of
+from tnlm.text.default_tokenizer import encode_prompt, find_tokenizer, folders_of, one_token, source_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -232,13 +232,11 @@ class Generate(TextCommand):
         model = self.load()
         tokenizer = find_tokenizer(model, self.tokenizer)
         ids = encode_prompt(self.prompt, tokenizer)
-        new = self.max_new_tokens
-        new = min(64, max(model.config.n_ctx - len(ids), 1)) if new is None else new
-        with announce(f"generating up to {new} tokens"):
+        with announce("generating"):
             out = generate(
                 model,
                 torch.tensor([ids], device=self.device),
-                new,
+                self.max_new_tokens,
                 temperature=self.temperature,
                 top_k=self.top_k,
                 top_p=self.top_p,
@@ -276,7 +274,7 @@ class Convert(ModelCommand):
         source = source_of(model)
         with announce(f"writing {self.folder}"):
             save(model, self.folder)
-        tokenizer = saved_tokenizer(model)
+        tokenizer = model.tokenizer
         if tokenizer is not None:
             tokenizer.save(self.folder)
         size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
@@ -290,7 +288,7 @@ class Convert(ModelCommand):
 class Explain(TextCommand):
     """Write the logit of the next token as a ranked sum of named parts, from the weights.
 
-    Heads by the token they read, MLPs by eigen-component; exact given the norms of this run.
+    Heads by the token they read, MLPs by eigen-component; exact, given the norms of this run if any.
 
     $ tnlm explain runs/nano-bilinear-bilinear-s0 "def __init__(self" --target ","
     $ tnlm explain bilinear-bilinear-18l "Paris is in" --target " France" --foil " Spain" --html paris.html

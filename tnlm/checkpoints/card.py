@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tnlm.config import POLYNOMIAL_ATTENTIONS, POLYNOMIAL_MLPS, ModelConfig
+from tnlm.config import ModelConfig
 
 _CARD = """\
 ---
@@ -81,16 +81,9 @@ def _kind(config: ModelConfig) -> str:
     if config.polynomial:
         return "The whole model is one polynomial of its token embeddings."
     if config.layers_polynomial:
-        rest = {
-            "RMS norms": config.norm == "rms",
-            "QK norms": config.qk_norm and config.attention != "none",
-            "logit softcap": config.logit_softcap is not None,
-        }
-        named = [name for name, present in rest.items() if present]
-        return f"Each layer is a polynomial of its input; not polynomial: {', '.join(named)}."
-    baseline = [f"{config.mlp} MLP"] if config.mlp not in POLYNOMIAL_MLPS else []
-    baseline += [f"{config.attention} attention"] if config.attention not in POLYNOMIAL_ATTENTIONS else []
-    return f"A baseline: its {' and '.join(baseline)} {'is' if len(baseline) == 1 else 'are'} not polynomial."
+        reasons = "; ".join(config.why_not_polynomial())
+        return f"Each layer is a polynomial of its input. The whole model is not: {reasons}."
+    return f"A baseline: {'; '.join(config.why_not_polynomial('layers'))}."
 
 
 def _table(facts: Mapping[str, Any]) -> str:

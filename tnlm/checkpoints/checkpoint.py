@@ -25,8 +25,10 @@ from tnlm.checkpoints.layouts import Layout, Table, to_published
 from tnlm.checkpoints.local import HISTORY, MANIFEST, MARKER, Found, is_own_weights, is_run, read_manifest
 from tnlm.checkpoints.resolve import find_model, locate
 from tnlm.checkpoints.weightfiles import Stored, count_nonfinite, list_names
+from tnlm.checks import as_dtype
 from tnlm.config import ModelConfig
 from tnlm.output.files import SAVED, lock, read_json, sync, write_synced
+from tnlm.text.default_tokenizer import saved_tokenizer
 from tnlm.text.tokenizer import Tokenizer
 from tnlm.transformer import Transformer
 
@@ -57,14 +59,16 @@ def load(
 
     Args:
         revision: Commit, branch or tag of a Hub id. None is the recorded commit of a released model, else ``main``.
-        dtype: None gives float32. ``"checkpoint"`` keeps each tensor as stored: the released models then compute in
-            bf16, as they were trained. Rotary tables are always those that the layout was trained with.
+        dtype: A torch dtype or its name; None gives float32. ``"checkpoint"`` keeps each tensor as stored: the released
+            models then compute in bf16, as they were trained. Rotary tables are always those that the layout was
+            trained with.
         attention: ``"squared"`` or ``"squared_normalized"``, for models whose files do not say which of the two.
         overrides: Keys of the file's own config that it lacks, such as ``{"n_head": 1}``. A key that it has with
             another value is replaced, with a warning.
 
     Returns:
-        The model on ``device``; ``model.source`` is a dict that says where it came from. Peak memory is that of the
+        The model on ``device``; ``model.source`` is a dict that says where it came from, and ``model.tokenizer`` the
+        tokenizer saved with it, or None. Peak memory is that of the
         model plus one tensor, for formats that can be memory-mapped.
 
     Raises:
@@ -87,6 +91,7 @@ def load(
     model.load_state_dict(state, assign=True)
     said = {"overrides": dict(overrides)} if overrides else {}
     model.source = {**found.source, "weights": found.weights.name, "layout": layout.name, **said}
+    model.tokenizer = saved_tokenizer(model)
     return model
 
 
@@ -376,10 +381,7 @@ def _check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return torch.float32
     if dtype == "checkpoint":
         return None
-    if dtype in _DTYPES:
-        return dtype
-    names = ", ".join(map(str, _DTYPES))
-    raise ValueError(f'dtype must be one of {names}, "checkpoint" or None (float32), got {dtype!r}')
+    return as_dtype("dtype", dtype, _DTYPES, others=', "checkpoint" or None (float32)')
 
 
 # Writing

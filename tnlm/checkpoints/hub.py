@@ -5,10 +5,11 @@ and from which commit, writes the error messages, and continues an interrupted l
 no longer does since version 2.
 """
 
+import contextlib
 import dataclasses
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -70,6 +71,29 @@ def find_in_repository(repo: str, *, revision: str | None = None, entry: Release
     return dataclasses.replace(found, source=source, entry=entry)
 
 
+def is_reachable() -> bool:
+    """Whether the Hub answers one request; False in offline mode."""
+    try:
+        huggingface_hub.get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception:  # the classes of a broken connection are the transport's, and change with it
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def offline_if_unreachable() -> Iterator[bool]:
+    """Offline mode of huggingface_hub if the Hub does not answer, which would be tried for half a minute at every file.
+
+    The value says whether it is on.
+    """
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = not is_reachable()
+    try:
+        yield constants.HF_HUB_OFFLINE
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
 def fetch_first(repo: str, names: Sequence[str], *, revision: str) -> Path:
     """Path of the first of several files that the repository has; one in the cache is taken without a connection.
 
@@ -98,7 +122,7 @@ def fetch(repo: str, name: str, *, revision: str | None = None, wanted: Sequence
         return cached if isinstance(cached, Path) else None
     at = f"{repo}@{revision or 'main'}"
     try:
-        _fetch_blob(repo, name, revision)
+        _fetch_blob(repo, name, revision, needed=cached is None)
         path = Path(huggingface_hub.hf_hub_download(repo, name, revision=revision))
     except errors.RemoteEntryNotFoundError:
         return None
@@ -143,16 +167,21 @@ class _Interrupted(Exception):
     """A large download stopped; the part that was received is kept."""
 
 
-def _fetch_blob(repo: str, name: str, revision: str | None) -> None:
+def _fetch_blob(repo: str, name: str, revision: str | None, *, needed: bool) -> None:
     """Download a large file into the cache, continuing an earlier attempt; huggingface_hub then finds it there.
 
-    Small files, and errors when asking for the file's size, are left to huggingface_hub.
+    Small files, and errors when asking for the file's size, are left to huggingface_hub. Only a connection that cannot
+    be made is an error if the file is ``needed``: huggingface_hub would try again for half a minute.
     """
     url = huggingface_hub.hf_hub_url(repo, name, revision=revision)
     headers = build_hf_headers()
     try:
         facts = huggingface_hub.get_hf_file_metadata(url, headers=headers)
+    except errors.HfHubHTTPError:
+        return
     except Exception:
+        if needed and not is_reachable():
+            raise
         return
     if facts.etag is None or (facts.size or 0) < RESUMED_FROM:
         return

@@ -87,8 +87,25 @@ def files_in(folder: Path) -> dict[str, Path]:
 
 
 def read_manifest(saved: Path) -> list[str]:
-    """The names of the files of a committed save."""
-    return json.loads((saved / MANIFEST).read_text())
+    """The names of the files of a committed save.
+
+    Raises:
+        ValueError: The manifest is missing or no list of plain file names.
+    """
+    path = saved / MANIFEST
+    try:
+        names = json.loads(path.read_bytes())
+    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
+        names = None
+    # A name with a folder in it would move a file out of the model's folder
+    if not isinstance(names, list) or not all(
+        isinstance(n, str) and "\0" not in n and Path(n).name == n for n in names
+    ):
+        raise ValueError(
+            f"{path} must hold a list of the names of the saved files, which it does not: remove the folder {saved} "
+            "to use the files beside it"
+        )
+    return names
 
 
 def is_own_weights(name: str) -> bool:

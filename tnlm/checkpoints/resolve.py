@@ -2,7 +2,6 @@
 
 import os
 import re
-import warnings
 from pathlib import Path
 
 from tnlm.checkpoints import released
@@ -14,7 +13,8 @@ from tnlm.checkpoints.weightfiles import SUFFIXES, list_names
 def find_model(name_or_path: str | os.PathLike[str], *, revision: str | None = None) -> Found:
     """The files of an existing path, else of a released model's short name, else of a Hub id ``owner/name``.
 
-    The files of released models and Hub ids are downloaded, unless they are in the cache.
+    The files of released models and Hub ids are downloaded, unless they are in the cache. A name in an existing folder
+    is a path, unless ``revision`` says that it is a Hub id.
 
     Raises:
         ValueError: Nothing is found under the name, or the files found are not those of a model.
@@ -24,13 +24,6 @@ def find_model(name_or_path: str | os.PathLike[str], *, revision: str | None = N
         return find_local(path)
     from tnlm.checkpoints import hub  # huggingface_hub takes a second to import, and local models do not need it
 
-    if entry is None and (parent := Path(repo).parent).is_dir():
-        warnings.warn(
-            f"there is no folder {repo} ({parent} holds {list_names(p.name for p in parent.iterdir())}); "
-            "asking the Hub for a repository of that name",
-            UserWarning,
-            stacklevel=3,
-        )
     return hub.find_in_repository(repo, revision=revision, entry=entry)
 
 
@@ -57,6 +50,11 @@ def locate(
         raise ValueError(
             f"{text!r} is no existing path, no Hub id (owner/name) and no released model; "
             f"those are {', '.join(released.RELEASED)}"
+        )
+    if revision is None and path.parent.is_dir():
+        raise ValueError(
+            f"there is no {path.name} in the folder {path.parent}, which holds "
+            f'{list_names(p.name for p in path.parent.iterdir())}; revision="main" says that {text} is a Hub id'
         )
     return None, text, None
 

@@ -215,7 +215,7 @@ def _check_numerics(model: Transformer) -> Check:
     if config.layers_polynomial:
         few = tokens[:, :NETWORK_SEQ]
         one_hot = F.one_hot(few, config.d_vocab).to(wanted.dtype)
-        logits = model.network(few.shape[1]).contract({"tokens": one_hot, **model.norm_wires(few)})
+        logits = model.network(few.shape[1]).contract({"tokens": one_hot, **model.inverse_norms(few)})
         errors["explicit tensors"] = _distance(model.softcap(logits), wanted[:, :NETWORK_SEQ])
     model.set_implementation("eager")
     errors["float64"] = _distance(model.double()(tokens), wanted)

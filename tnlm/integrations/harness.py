@@ -1,10 +1,12 @@
 """Scores on lm-eval's benchmark tasks, and on multiple-choice questions from a file, which needs no network."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tnlm.checkpoints.hub import offline_if_unreachable
 from tnlm.integrations.model import wrap
 from tnlm.integrations.vocabulary import hf_tokenizer
 from tnlm.text.tokenizer import Tokenizer
@@ -34,8 +36,8 @@ def evaluate_tasks(
         batch_size: 1 for tasks that generate: their prompts differ in length, and padding on the left is refused.
 
     Raises:
-        ValueError: lm-eval is not installed, a task is unknown, two files have the same stem, or a row has another
-            form.
+        ValueError: lm-eval is not installed, a task is unknown, its data is not in the cache and the Hub cannot be
+            reached, two files have the same stem, or a row has another form.
     """
     try:
         from lm_eval import simple_evaluate
@@ -63,18 +65,42 @@ def evaluate_tasks(
         device=str(model.embed.w_e.device),
         prefix_token_id=tokenizer.encode("\n")[0] if tokenizer.eot is None else tokenizer.eot,
     )
-    results = simple_evaluate(
-        lm,
-        tasks=[_task(task, files[task]) if task in files else task for task in tasks],
-        task_manager=manager,
-        limit=limit,
-        log_samples=False,
-        bootstrap_iters=1000,
-        random_seed=None,
-        numpy_random_seed=None,
-        torch_random_seed=None,
-    )
+    with _hub_or_cache() if len(files) < len(tasks) else contextlib.nullcontext():
+        results = simple_evaluate(
+            lm,
+            tasks=[_task(task, files[task]) if task in files else task for task in tasks],
+            task_manager=manager,
+            limit=limit,
+            log_samples=False,
+            bootstrap_iters=1000,
+            random_seed=None,
+            numpy_random_seed=None,
+            torch_random_seed=None,
+        )
     return {task: _numbers(scores) for task, scores in results["results"].items()}
+
+
+@contextlib.contextmanager
+def _hub_or_cache() -> Iterator[None]:
+    """The Hub if it answers, else the cache of what came from it.
+
+    Raises:
+        ValueError: The Hub does not answer, and the cache does not hold what is needed.
+    """
+    import datasets.config
+
+    before = datasets.config.HF_HUB_OFFLINE
+    with offline_if_unreachable() as offline:
+        datasets.config.HF_HUB_OFFLINE = offline
+        try:
+            yield
+        except (ConnectionError, FileNotFoundError) as error:
+            raise ValueError(
+                f"the data of a task is not in the cache, and the Hub cannot be reached: {error}. Run once with a "
+                "connection, or name a .json or .jsonl file of questions"
+            ) from error
+        finally:
+            datasets.config.HF_HUB_OFFLINE = before
 
 
 def _task(path: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

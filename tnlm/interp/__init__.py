@@ -2,7 +2,8 @@
 
 The names below are imported on first use (PEP 562), so ``import tnlm.interp`` imports no tensor library. The rooms,
 each of which imports only those before it: ``layers`` (one layer or head), ``tokens`` (layers read in the vocabulary),
-``predictions`` (one logit), ``discovery`` (connections between components), ``views`` (figures and the report).
+``predictions`` (one logit), ``discovery`` (connections between components, two models compared), ``views`` (figures,
+the report).
 """
 
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from tnlm._lazy import attach
 
 if TYPE_CHECKING:
     from tnlm.interp.discovery.edge_table import alignment, edges
+    from tnlm.interp.discovery.model_comparison import match_heads, similarity
     from tnlm.interp.extraction import Extracted, extract
     from tnlm.interp.layers.bilinear import BilinearTensor
     from tnlm.interp.layers.composition import compose
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from tnlm.interp.layers.heads import BilinearHead
     from tnlm.interp.layers.input_shares import layer_pairs, layer_shapley
     from tnlm.interp.layers.lowrank import LowRank
-    from tnlm.interp.layers.similarities import Similarity, haar_null, match_heads, similarity
-    from tnlm.interp.layers.spectra import effective_rank, eig
+    from tnlm.interp.layers.similarities import Similarity, haar_null
+    from tnlm.interp.layers.spectra import Inertia, effective_rank, eig, inertia
     from tnlm.interp.layers.statistics import Bounds, Moments, bounds, jacobian_kernel, moments, trace_bounds
     from tnlm.interp.predictions.ablation import DeltaCE, ablate, ablation_edits, delta_ce, with_mlp
     from tnlm.interp.predictions.attribution import attribute
@@ -56,8 +58,8 @@ _HOMES = {
     "tnlm.interp.layers.heads": ("BilinearHead",),
     "tnlm.interp.layers.input_shares": ("layer_pairs", "layer_shapley"),
     "tnlm.interp.layers.lowrank": ("LowRank",),
-    "tnlm.interp.layers.similarities": ("Similarity", "similarity", "match_heads", "haar_null"),
-    "tnlm.interp.layers.spectra": ("eig", "effective_rank"),
+    "tnlm.interp.layers.similarities": ("Similarity", "haar_null"),
+    "tnlm.interp.layers.spectra": ("eig", "effective_rank", "inertia", "Inertia"),
     "tnlm.interp.layers.statistics": ("Moments", "moments", "Bounds", "bounds", "trace_bounds", "jacobian_kernel"),
     "tnlm.interp.tokens.copying": (
         "Match",
@@ -77,6 +79,7 @@ _HOMES = {
     "tnlm.interp.predictions.path_expansion": ("paths",),
     "tnlm.interp.predictions.polynomials": ("degrees", "polynomial_coefficients"),
     "tnlm.interp.discovery.edge_table": ("edges", "alignment"),
+    "tnlm.interp.discovery.model_comparison": ("similarity", "match_heads"),
     "tnlm.interp.views.reporting": ("report",),
 }
 
@@ -88,6 +91,7 @@ __all__ = [
     "Eig",
     "Explanation",
     "Extracted",
+    "Inertia",
     "LowRank",
     "Match",
     "Moments",
@@ -114,6 +118,7 @@ __all__ = [
     "follower_entries",
     "haar_null",
     "hosvd",
+    "inertia",
     "jacobian_kernel",
     "layer_pairs",
     "layer_shapley",

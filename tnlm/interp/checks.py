@@ -1,6 +1,8 @@
 """Checks of arguments that all analyses share; each raises a ValueError."""
 
 import math
+import sys
+from fractions import Fraction
 from numbers import Real
 from types import EllipsisType
 from typing import Any
@@ -93,7 +95,8 @@ def check_count(name: str, value: int, low: int, high: int | None = None) -> Non
 
 def check_number(name: str, value: float | int, low: float | int = -math.inf, *, above: bool = False) -> None:
     """Raise ValueError unless ``value`` is a finite real number at least ``low`` (with ``above``: greater)."""
-    real = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    largest = sys.float_info.max  # compared, as an int beyond it has no float; torch computes with no Fraction
+    real = isinstance(value, Real) and not isinstance(value, bool | Fraction) and -largest <= value <= largest
     if not real or value < low or (above and value == low):
         limit = "" if low == -math.inf else f" {'>' if above else '>='} {low:g}"
         raise ValueError(f"{name} must be a finite number{limit}, got {value!r}")

@@ -7,7 +7,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tnlm.attention import causal_mask
-from tnlm.config import POLYNOMIAL_ATTENTIONS
 from tnlm.rotary import rotary_tables, rotate
 
 if TYPE_CHECKING:
@@ -20,22 +19,27 @@ def contract(
     """Logits before the softcap from the tensors of ``net`` alone.
 
     Args:
-        inverse_norms: By point, as ``net.norms(tokens)`` gives; 1 where a point is missing.
+        inverse_norms: By point, as ``net.inverse_norms(tokens)`` gives: ``(1, 1 / scale)``; 1 where a point is missing.
 
     Raises:
         ValueError: MLP or attention is no polynomial.
     """
-    x0 = net.embed[tokens.long()] * inverse_norms.get("ln_embed.hook_scale", 1)
+
+    def normed(x: Tensor, norm: str) -> Tensor:
+        found = inverse_norms.get(f"{norm}.hook_scale")
+        return x if found is None else x * found[..., 1:]
+
+    x0 = normed(net.embed[tokens.long()], "ln_embed")
     x, first = x0, x0
     for layer in range(net.n_layer):
         x = net.scalars.lambda0[layer] * x + net.scalars.lambda1[layer] * x0
         if net.config.attention != "none":
-            normed = x * inverse_norms.get(f"blocks.{layer}.ln1.hook_scale", 1)
-            first = normed if layer == 0 else first
-            x = x + _attention(net, layer, normed, first, inverse_norms)
+            read = normed(x, f"blocks.{layer}.ln1")
+            first = read if layer == 0 else first
+            x = x + _attention(net, layer, read, first, inverse_norms)
         if net.config.mlp != "none":
-            x = x + net.mlp[layer](x * inverse_norms.get(f"blocks.{layer}.ln2.hook_scale", 1))
-    return (x * inverse_norms.get("ln_final.hook_scale", 1)) @ net.unembed.mT
+            x = x + net.mlp[layer](normed(x, f"blocks.{layer}.ln2"))
+    return normed(x, "ln_final") @ net.unembed.mT
 
 
 def _attention(
@@ -43,8 +47,8 @@ def _attention(
 ) -> Float[Tensor, "batch seq d_model"]:
     """Sum over heads of ``O pattern v``; ``x`` and ``first`` are the normed inputs of this layer and of layer 0."""
     config, heads = net.config, net.attention[layer]
-    if config.attention not in POLYNOMIAL_ATTENTIONS:
-        raise ValueError(f"{config.attention} attention is not a polynomial, so its pattern has no tensor")
+    if reasons := config.why_not_polynomial("attention"):
+        raise ValueError(f"{', '.join(reasons)}, so its pattern has no tensor")
     seq, d_qk = x.shape[1], heads.module.d_qk
     dtype = getattr(torch, config.rotary_table_dtype)
     tables = rotary_tables(seq, d_qk, base=config.rotary_base, dtype=dtype, device=x.device)
@@ -59,8 +63,8 @@ def _attention(
             q, k = (x @ getattr(head, f"{side}{branch}").mT for side in ("q", "k"))
             if config.qk_norm:
                 suffix = "" if branch == "1" else branch
-                q = q * inverse_norms[f"blocks.{layer}.attn.q{suffix}_norm.hook_scale"][:, :, n]
-                k = k * inverse_norms[f"blocks.{layer}.attn.k{suffix}_norm.hook_scale"][:, :, n]
+                q = q * inverse_norms[f"blocks.{layer}.attn.q{suffix}_norm.hook_scale"][:, :, 1 + n, None]
+                k = k * inverse_norms[f"blocks.{layer}.attn.k{suffix}_norm.hook_scale"][:, :, 1 + n, None]
             q, k = (rotate(t[:, :, None], *tables)[:, :, 0] for t in (q, k))
             scores.append(q @ k.mT / d_qk)
         pattern = (scores[0] * scores[-1]).masked_fill(~keep, 0)

@@ -7,37 +7,46 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 from torch import Tensor
 
 from tnlm.attention import Attention
+from tnlm.checks import as_dtype, as_token_id
 from tnlm.config import POLYNOMIAL_MLPS, ModelConfig
 from tnlm.interp.contraction import contract
 from tnlm.interp.layers.bilinear import BilinearTensor, Domain
 from tnlm.interp.layers.heads import BilinearHead
 from tnlm.interp.vocabulary import centred, parallel_groups
-from tnlm.points import is_point, record
 from tnlm.rotary import rotary_frequencies
+from tnlm.text.default_tokenizer import encode_prompt, find_tokenizer, one_token
+from tnlm.text.tokenizer import Tokenizer
 from tnlm.transformer import Transformer
 
 T = TypeVar("T")
 
 
-def extract(model_or_id: "Transformer | str | Any", *, dtype: torch.dtype | None = None) -> "Extracted":
+def extract(
+    model_or_id: "Transformer | Extracted | str | Any", *, dtype: torch.dtype | str | None = None
+) -> "Extracted":
     """Extract the explicit tensors of a model, as views of its parameters where the dtype allows.
 
     Args:
-        model_or_id: A :class:`tnlm.Transformer`, or anything that :func:`tnlm.load` takes.
-        dtype: Of every tensor; ``None`` keeps the model's, with half precision widened to float32.
+        model_or_id: A :class:`tnlm.Transformer`, anything that :func:`tnlm.load` takes, or what this function returned.
+        dtype: Of every tensor, float32 or float64, or its name; ``None`` keeps the model's, with half precision widened
+            to float32, and that of an :class:`Extracted`.
 
     Returns:
-        The tensors share memory with the model's parameters: an edit in place changes both. Call ``.check(tokens)``
-        first.
+        The tensors are the weights as they are stored, in the basis of the residual stream, and share memory with the
+        model's parameters: an edit in place changes both. Call ``.check(tokens)`` first.
 
     Raises:
         ValueError: The object is not a model, or nothing loadable.
     """
+    if dtype is not None:
+        dtype = as_dtype("dtype", dtype, (torch.float32, torch.float64), others=" or None")
     model = model_or_id
+    if isinstance(model, Extracted):
+        return model if dtype is None or dtype == model.dtype else Extracted(model=model.model, dtype=dtype)
     if not isinstance(model, Transformer):
         if isinstance(model, torch.nn.Module) or not isinstance(model, str | os.PathLike):
             raise ValueError(
@@ -117,7 +126,7 @@ class Extracted:
         return range(self.config.d_vocab_used, self.config.d_vocab)
 
     def unembed_centred(
-        self, weights: Float[Tensor, " d_vocab_used"] | None = None
+        self, weights: Real[Tensor, " d_vocab_used"] | None = None
     ) -> Float[Tensor, "d_vocab_used d_model"]:
         """Rows of the unembedding of the ids in use, minus their mean.
 
@@ -140,19 +149,37 @@ class Extracted:
         """
         return parallel_groups(self.unembed_centred(), cosine)
 
-    def check_prompt(self, what: str, tokens: Int[Tensor, " seq"], **ids: int | None) -> None:
-        """Raise ValueError unless ``tokens`` are one prompt of this model and ``ids`` are tokens of text or None."""
+    def read_prompt(self, what: str, tokens: Tensor | str, tokenizer: Tokenizer | None = None) -> Int[Tensor, " seq"]:
+        """Ids of one prompt, given as text or as ids ``(seq,)`` or ``(1, seq)``.
+
+        Args:
+            what: Name of the function that takes the prompt, in errors.
+            tokenizer: Of the text; by default the model's (:func:`tnlm.text.find_tokenizer`).
+
+        Raises:
+            ValueError: Not one prompt of this model, or an id that no text contains.
+        """
+        if isinstance(tokens, str):
+            ids_of_text = encode_prompt(tokens, find_tokenizer(self.model, tokenizer))
+            tokens = torch.tensor(ids_of_text, device=self.model.embed.w_e.device)
         if not isinstance(tokens, Tensor):
-            raise ValueError(f"tokens must be a torch tensor (seq,), got {type(tokens).__name__}")
+            raise ValueError(f"tokens must be text or a torch tensor (seq,), got {type(tokens).__name__}")
+        if tokens.ndim == 2 and len(tokens) == 1:
+            tokens = tokens[0]
         if tokens.ndim != 1 or not len(tokens):
             raise ValueError(f"{what} takes one prompt of at least one token, (seq,), got shape {tuple(tokens.shape)}")
-        limit = len(self.tokens)
-        self.model.check_tokens(tokens[None], limit=limit)
-        for name, token in ids.items():
-            if token is None:
-                continue
-            if not hasattr(token, "__index__") or not 0 <= int(token) < limit:
-                raise ValueError(f"{name} must be a token id in [0, {limit}), got {token!r}")
+        self.model.check_tokens(tokens[None], limit=len(self.tokens))
+        return tokens
+
+    def read_token(self, name: str, token: int | str, tokenizer: Tokenizer | None = None) -> int:
+        """Id of one token, given as text or id; ``name`` is its name in errors.
+
+        Raises:
+            ValueError: A text that is not one token, or an id that no text contains.
+        """
+        if isinstance(token, str):
+            return one_token(name, token, find_tokenizer(self.model, tokenizer))
+        return as_token_id(name, token, len(self.tokens))
 
     @cached_property
     def mlp(self) -> "Layers[BilinearTensor]":
@@ -176,7 +203,9 @@ class Extracted:
                 "biases on the hidden units (mlp_hidden_bias) make an MLP a form of (1, x), which the analyses of a "
                 "layer do not take; model.blocks[layer].mlp.tensor() has it, and model.network(seq) the whole model"
             )
-        return f"a {self.config.mlp} MLP is not polynomial, so it has no tensor; bilinear and squared ones have"
+        return (
+            f"{', '.join(self.config.why_not_polynomial('mlp'))}, so it has no tensor; bilinear and squared MLPs have"
+        )
 
     def _mlp_layer(self, layer: int) -> BilinearTensor:
         mlp = self.model.blocks[layer].mlp
@@ -222,11 +251,9 @@ class Extracted:
             a = lambda0 * a + lambda1
         return a
 
-    def norms(self, tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
-        """The inverse norms of a run by point: 1 over every ``...hook_scale``, each ``(batch, seq[, n_head], 1)``."""
-        names = [n for n, _ in self.model.named_modules() if is_point(n) and n.endswith("hook_scale")]
-        run = record(self.model, tokens, names)
-        return {name: 1 / self.cast(run[name]) for name in names}
+    def inverse_norms(self, tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
+        """The inverse norms of a run, as :meth:`Transformer.inverse_norms` gives them, in the dtype of this object."""
+        return {name: self.cast(value) for name, value in self.model.inverse_norms(tokens).items()}
 
     def check(self, tokens: Int[Tensor, "batch seq"]) -> float:
         """Largest difference between the tensors' logits and the model's, relative to the largest logit.
@@ -239,7 +266,7 @@ class Extracted:
         Raises:
             ValueError: MLP or attention is no polynomial.
         """
-        logits = contract(self, tokens, self.norms(tokens))
+        logits = contract(self, tokens, self.inverse_norms(tokens))
         with torch.no_grad():
             expected = self.model.pre_softcap(tokens).to(logits.dtype)
         if not logits.numel():

@@ -1,7 +1,7 @@
 """Rows of an unembedding without what all tokens share, and the groups of rows that point the same way."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 from torch import Tensor
 
 from tnlm.interp.checks import check_number, check_tensor
@@ -10,7 +10,7 @@ from tnlm.interp.checks import check_number, check_tensor
 _BLOCK = 2**24
 
 
-def token_weights(weights: Float[Tensor, " n"] | None, rows: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
+def token_weights(weights: Real[Tensor, " n"] | None, rows: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
     """Weights of the tokens of ``rows`` that sum to 1, in the dtype of ``rows``: uniform by default.
 
     Raises:
@@ -28,7 +28,7 @@ def token_weights(weights: Float[Tensor, " n"] | None, rows: Float[Tensor, "n d"
     return (wide / wide.sum()).to(rows.dtype)
 
 
-def centred(rows: Float[Tensor, "n d"], weights: Float[Tensor, " n"] | None = None) -> Float[Tensor, "n d"]:
+def centred(rows: Float[Tensor, "n d"], weights: Real[Tensor, " n"] | None = None) -> Float[Tensor, "n d"]:
     """``rows`` minus their mean, weighted by token."""
     return rows - token_weights(weights, rows) @ rows
 

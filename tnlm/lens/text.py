@@ -24,7 +24,7 @@ class TextMethods:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer given to :func:`tnlm.lens.hook`, or GPT-2's.
+        """The tokenizer given to :func:`tnlm.lens.hook` or saved with the model, or GPT-2's.
 
         Raises:
             ValueError: No tokenizer was given, and the vocabulary is not GPT-2's.

@@ -4,6 +4,7 @@ import json as jsonlib
 import os
 import platform
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -106,7 +107,7 @@ def without_none(made: type) -> type:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class Command(ABC):
     """Base of all commands: a dataclass whose fields are flags, run by :meth:`execute`."""
 
     json: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -115,9 +116,9 @@ class Command:
     def __init_subclass__(cls) -> None:
         without_none(cls)
 
+    @abstractmethod
     def execute(self) -> dict[str, Any] | None:
         """Run the command; returns its JSON record."""
-        raise NotImplementedError
 
     def show(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> None:
         """Print a table, unless ``--json`` is given."""
@@ -185,19 +186,18 @@ class TextCommand(ModelCommand):
 
 
 def load_model(command: ModelCommand, *, dtype: str, device: str = "cpu") -> "Transformer":
-    """Load the model of a command, with the dtype by name; prints a line on stderr if it takes long."""
-    import torch
-
+    """Load the model of a command; prints a line on stderr if it takes long."""
     from tnlm.checkpoints.checkpoint import load
     from tnlm.output.progress import announce
 
-    wanted = dtype if dtype == "checkpoint" else getattr(torch, dtype)
+    if device.startswith("meta"):
+        raise ValueError(f"--device must be one that holds values, such as cpu or cuda, got {device}")
     with announce(f"loading {command.model}"):
         return load(
             command.model,
             revision=command.revision,
             device=device,
-            dtype=wanted,
+            dtype=dtype,
             attention=command.attention,
             overrides=command.overrides,
         )

@@ -117,7 +117,10 @@ def parse_json(text: bytes, *, nan: bool = False) -> dict[str, Any]:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON number")
 
-    value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=None if nan else refuse)
+    try:
+        value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=None if nan else refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be read") from None
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}")
     return value

@@ -29,24 +29,28 @@ def saved_tokenizer(model: "Transformer") -> Tokenizer | None:
     return next((Tokenizer.load(folder) for folder in folders_of(model) if (folder / FILE_NAME).is_file()), None)
 
 
-def find_tokenizer(model: "Transformer", name: str | None = None) -> Tokenizer:
-    """The tokenizer of a model: the one with this name or path, else the one saved with it, else by number of ids.
+def find_tokenizer(model: "Transformer", given: Tokenizer | str | None = None) -> Tokenizer:
+    """The tokenizer of a model: the given one (or its name or path), else ``model.tokenizer``, else by number of ids.
 
     Raises:
         ValueError: There is none, or its vocabulary is not that of the model.
     """
     used = model.config.d_vocab_used
-    if name is not None:
-        found = tokenizers.get(name)
-    elif (saved := saved_tokenizer(model)) is not None:
-        found = saved
+    if given is not None:
+        found = given if isinstance(given, Tokenizer) else tokenizers.get(given)
+    elif model.tokenizer is not None:
+        found = model.tokenizer
     elif used in BY_SIZE:
         found = tokenizers.get(BY_SIZE[used])
     else:
-        raise ValueError(f"no tokenizer was saved with the model, and none is known for {used} ids: --tokenizer PATH")
+        raise ValueError(
+            f"no tokenizer was saved with the model, and none is known for {used} ids: set "
+            "model.tokenizer, or pass tokenizer= (--tokenizer PATH), or give ids"
+        )
     if found.d_vocab != used:
         raise ValueError(
-            f"the tokenizer must have the model's {used} ids, got {found.name!r} with {found.d_vocab}: --tokenizer"
+            f"the tokenizer must have the model's {used} ids, got {found.name!r} with {found.d_vocab}; pass another "
+            "tokenizer= (--tokenizer)"
         )
     return found
 

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import Literal, get_args, overload
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -11,17 +11,57 @@ from torch import Tensor
 
 from tnlm.cache import RECURRENT_ATTENTIONS, Cache, position_numbers, state_numbers
 from tnlm.config import ModelConfig
+from tnlm.text.default_tokenizer import encode_prompt, find_tokenizer
+from tnlm.text.tokenizer import Tokenizer
 from tnlm.transformer import TOKEN_DTYPES, Transformer, check_ids
 
 CacheKind = Literal["auto", "kv", "recurrent", "none"]
 
 
-@torch.no_grad()
+DEFAULT_NEW_TOKENS = 64
+
+
+@overload
+def generate(
+    model: Transformer,
+    tokens: str,
+    max_new_tokens: int | None = ...,
+    *,
+    tokenizer: Tokenizer | None = ...,
+    temperature: float | int = ...,
+    top_k: int | None = ...,
+    top_p: float | int | None = ...,
+    stop: int | Iterable[int] | None = ...,
+    pad: int | None = ...,
+    seed: int | None = ...,
+    cache: CacheKind = ...,
+) -> str: ...
+
+
+@overload
 def generate(
     model: Transformer,
     tokens: Int[Tensor, "batch seq"],
-    max_new_tokens: int,
+    max_new_tokens: int | None = ...,
     *,
+    tokenizer: Tokenizer | None = ...,
+    temperature: float | int = ...,
+    top_k: int | None = ...,
+    top_p: float | int | None = ...,
+    stop: int | Iterable[int] | None = ...,
+    pad: int | None = ...,
+    seed: int | None = ...,
+    cache: CacheKind = ...,
+) -> Int[Tensor, "batch longer"]: ...
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    tokens: Int[Tensor, "batch seq"] | str,
+    max_new_tokens: int | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
     temperature: float | int = 1.0,
     top_k: int | None = None,
     top_p: float | int | None = None,
@@ -29,15 +69,19 @@ def generate(
     pad: int | None = None,
     seed: int | None = None,
     cache: CacheKind = "auto",
-) -> Int[Tensor, "batch longer"]:
-    """Continue every prompt of a batch; all prompts must have the same length.
+) -> Int[Tensor, "batch longer"] | str:
+    """Continue every prompt of a batch of ids, or one prompt given as text; all prompts must have the same length.
 
     Padding ids (``d_vocab_used`` and above) are never sampled. Hooks on named points see only the new positions,
     unless ``cache="none"``.
 
     Args:
-        tokens: Prompts of at least one token. No end-of-text id is prepended: add it yourself if it is wanted.
-        max_new_tokens: 0 returns the prompts; prompt and continuation together must fit ``n_ctx``.
+        tokens: Prompts of at least one token. No end-of-text id is prepended: add it yourself if it is wanted. A text
+            is read by ``tokenizer``, and its continuation ends before the tokenizer's end-of-text id, unless ``stop``
+            says otherwise.
+        max_new_tokens: 0 returns the prompts; prompt and continuation together must fit ``n_ctx``. None is 64, or as
+            many as fit.
+        tokenizer: Of a text; by default the model's (:func:`tnlm.text.find_tokenizer`).
         temperature: Divides the logits; 0 takes the most probable token and ignores ``top_k``, ``top_p`` and ``seed``.
         top_k: Keep the ``top_k`` most probable tokens; a value above the vocabulary keeps all, None is off.
         top_p: Of these, keep the smallest set of tokens whose probability reaches ``top_p``; 1 and None keep all.
@@ -51,18 +95,29 @@ def generate(
 
     Returns:
         int64 ``(batch, seq + new)``, prompts included, on the device of ``tokens``; ``new`` is below
-        ``max_new_tokens`` when all rows ended early.
+        ``max_new_tokens`` when all rows ended early. For a text: the text and its continuation.
 
     Raises:
         ValueError: An argument is out of range, an id is not below ``d_vocab_used``, a prompt is empty or left-padded,
             or the logits are NaN or overflow.
     """
+    text = tokens if isinstance(tokens, str) else None
+    if text is not None:
+        tokenizer = find_tokenizer(model, tokenizer)
+        tokens = torch.tensor([encode_prompt(text, tokenizer)], device=model.embed.w_e.device)
+        stop = tokenizer.eot if stop is None else stop
+    if max_new_tokens is None:
+        room = model.config.n_ctx - tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim == 2 else 1
+        max_new_tokens = min(DEFAULT_NEW_TOKENS, max(room, 1))
     limit = model.config.d_vocab_used
     assert limit is not None
-    _check_options(temperature, top_k, top_p, max_new_tokens)
+    temperature, top_k, top_p = _options(temperature, top_k, top_p)
+    if not _is_integer(max_new_tokens) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
     stops = torch.tensor(_stop_ids(stop, limit), dtype=torch.int64, device="cpu")
     if pad is not None:
         pad = _token_id("pad", pad, model.config.d_vocab)
+    assert not isinstance(tokens, str)
     _check_prompt(model, tokens, pad, max_new_tokens)
     generator = None if seed is None else _generator(seed)
     state = _new_cache(model, cache, tokens.shape[1] + max_new_tokens)
@@ -80,6 +135,9 @@ def generate(
         out = torch.cat([out, new], dim=1)
         if len(stops) and not running.any():
             break
+    if text is not None:
+        new_ids = out[0, tokens.shape[1] :].tolist()
+        return text + tokenizer.decode(new_ids[:-1] if new_ids[-1:] == [tokenizer.eot] else new_ids)
     return out if max_new_tokens else out.clone()
 
 
@@ -93,7 +151,11 @@ def probabilities(
     """Probabilities in float64 from which :func:`generate` draws: temperature, then top-k, then top-p.
 
     A temperature of 0 puts everything on the largest logit, the first of equal ones.
+
+    Raises:
+        ValueError: An option is out of range.
     """
+    temperature, top_k, top_p = _options(temperature, top_k, top_p)
     z = logits.double()
     z = z - z.amax(-1, keepdim=True)
     if temperature == 0:
@@ -146,23 +208,33 @@ def _new_cache(model: Transformer, kind: str, length: int) -> Cache | None:
     return None if kind == "none" else Cache(config, recurrent=kind == "recurrent")
 
 
-def _check_options(temperature: float | int, top_k: int | None, top_p: float | int | None, max_new_tokens: int) -> None:
-    if not _is_number(temperature) or not math.isfinite(temperature) or temperature < 0:
+def _options(
+    temperature: float | int, top_k: int | None, top_p: float | int | None
+) -> tuple[float, int | None, float | None]:
+    """The three options as numbers of Python, whatever library they came from.
+
+    Raises:
+        ValueError: One is no number or out of range.
+    """
+    t, p = _as_float(temperature), None if top_p is None else _as_float(top_p)
+    if not 0 <= t < math.inf:
         raise ValueError(f"temperature must be a finite number >= 0 (0 is greedy), got {temperature!r}")
     if top_k is not None and (not _is_integer(top_k) or top_k < 1):
         raise ValueError(f"top_k must be an integer >= 1, or None for off, got {top_k!r}")
-    if top_p is not None and (not _is_number(top_p) or not 0 < top_p <= 1):
+    if p is not None and not 0 < p <= 1:
         raise ValueError(
             f"top_p must be above 0 and at most 1, or None for off, got {top_p!r}; temperature=0 is greedy"
         )
-    if not _is_integer(max_new_tokens) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
+    return t, None if top_k is None else operator.index(top_k), p
 
 
 def _check_prompt(model: Transformer, tokens: Tensor, pad: int | None, max_new_tokens: int) -> None:
     config = model.config
     assert config.d_vocab_used is not None
-    if isinstance(tokens, Tensor) and tokens.dtype in TOKEN_DTYPES and tokens.ndim == 2:
+    if isinstance(tokens, Tensor) and tokens.is_meta:
+        raise ValueError("tokens must hold values, got a tensor on the meta device; generate from ids on cpu or cuda")
+    dense = isinstance(tokens, Tensor) and tokens.layout == torch.strided
+    if dense and tokens.dtype in TOKEN_DTYPES and tokens.ndim == 2:
         _refuse_left_padding(tokens[:, :1].cpu(), config, pad)
     model.check_tokens(tokens, limit=config.d_vocab_used)
     if tokens.shape[1] == 0:
@@ -212,5 +284,11 @@ def _is_integer(value: object) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
 
 
-def _is_number(value: object) -> bool:
-    return hasattr(value, "__float__") and not isinstance(value, bool | Tensor)
+def _as_float(value: object) -> float:
+    """A real number of any library as a float; NaN if it is none, or too large for one."""
+    if not hasattr(value, "__float__") or isinstance(value, bool | Tensor):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

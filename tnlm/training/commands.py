@@ -44,7 +44,8 @@ class Run(Command):
     matched: Off = False
     """d_qk = d_head / 2: bilinear attention with the parameters and FLOPs of softmax."""
     dry_run: Off = False
-    """Print parameters, FLOPs, memory, epochs, disk and time, and stop."""
+    """Print parameters, FLOPs, memory, epochs, disk and time, and stop. With automatic precision and device, a model
+    of more than 10 million parameters is taken to train in half precision (on a GPU), a smaller one in float32."""
     training: dict[str, Any] = field(default_factory=dict)
     """Fields of TrainConfig; what is left out is the config file's, or else the preset's."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -281,7 +282,7 @@ class DataTokenize(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class DataCheck(Command):
-    """Read every shard of a folder or glob and report what is wrong; exit code 1 if anything is.
+    """Read every shard of a folder or glob and report what is wrong; exit code 1 if anything is, 2 without any shard.
 
     $ tnlm-train data check data/pages
     """
@@ -293,8 +294,9 @@ class DataCheck(Command):
     allow_truncated: Off = False
 
     def execute(self) -> dict[str, Any]:
-        from tnlm.training.data.shards import check_data
+        from tnlm.training.data.shards import check_data, find_shards
 
+        find_shards(self.where)  # a place without shards is a wrong argument, not data that is wrong
         try:
             facts = check_data(
                 self.where,

@@ -6,6 +6,7 @@ the help of its flag (:mod:`tnlm.training.flags`), and the run's ``config.json``
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,7 +264,7 @@ class TrainConfig:
         """
         known = {f.name for f in dataclasses.fields(cls)}
         required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
-        unknown, missing = sorted(values.keys() - known), sorted(required - values.keys())
+        unknown, missing = sorted(map(str, values.keys() - known)), sorted(required - values.keys())
         if unknown or missing:
             raise ValueError(
                 f"{source} does not fit TrainConfig: missing {', '.join(missing) or 'none'}; "
@@ -332,7 +333,7 @@ def _check_number(name: str, value: object, number: type, limits: Limits) -> Non
         isinstance(value, int | float)
         and not isinstance(value, bool)
         and isinstance(value, int | number)
-        and math.isfinite(value)
+        and abs(value) <= (2**63 - 1 if number is int else sys.float_info.max)
         and limits.low <= value <= limits.high
     ):
         return

@@ -1,21 +1,36 @@
 """The algebra of a layer on its factors against dense float64 einsums."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.interp.builders import SHAPES, dense, gauged, make_layer, monomial, noise
+from tests.interp.test_extraction import make as make_model
 from tests.limits import assert_close
-from tnlm.interp import BilinearTensor
+from tnlm.interp import BilinearTensor, extract
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tensor_reproduces_the_layer_and_is_symmetric(shape):
     b = make_layer(*shape)
     x = noise(11, b.d_in, seed=1)
-    t = b.tensor()
-    assert_close(torch.einsum("oij,bi,bj->bo", t, x, x) + b.bias, b(x))
+    t, lifted = b.tensor(), torch.cat([torch.ones(11, 1, dtype=x.dtype), x], dim=1)
+    assert_close(torch.einsum("oij,bi,bj->bo", t, lifted, lifted), b(x))
     assert torch.equal(t, t.mT)
-    assert t.shape == b.shape
+    assert_close(t[:, 1:, 1:], dense(b))
+    assert not t[:, 0, 1:].any()
+    plain = replace(b, bias=None).tensor()
+    assert_close(plain, dense(b))
+    assert plain.shape == b.shape
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_tensor_is_that_of_the_model(bias):
+    model = make_model(mlp_bias=bias, d_qk=4)
+    mlp = model.blocks[1].mlp
+    assert_close(extract(model).mlp[1].tensor(), mlp.tensor().detach())
+    assert mlp.tensor().shape == (30, 30 + bias, 30 + bias)
 
 
 def test_tensor_of_a_form_given_unsymmetrically():
@@ -180,7 +195,7 @@ def test_dense_results_over_the_budget_are_refused_before_allocating():
         b.tensor()
     with pytest.raises(ValueError, match=r"interaction matrices .* more than max_bytes=64; use fewer directions"):
         make_layer().interaction(noise(2, 3), max_bytes=64)
-    assert make_layer().tensor(max_bytes=3 * 5 * 5 * 8).shape == (3, 5, 5)
+    assert make_layer().tensor(max_bytes=3 * 6 * 6 * 8).shape == (3, 6, 6)
 
 
 @pytest.mark.user_error

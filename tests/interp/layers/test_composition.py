@@ -17,7 +17,7 @@ def lift(x):
 def test_composed_network_is_the_composition():
     f1, f2 = make_layer(4, 5, 6, bias=False, seed=1), make_layer(3, 4, 7, bias=False, seed=2)
     x = noise(11, 5)
-    net = compose(f2, f1)
+    net = compose(f1, f2)
     assert_close(net.contract({"x": x}), f2(f1(x)))
     assert_close(net.contract({"x": -3 * x}), 81 * f2(f1(x)))
     flat = net.flatten()
@@ -37,16 +37,16 @@ def test_residual_and_bias_ride_on_the_constant_coordinate():
     f1, f2 = make_layer(5, 5, 6, seed=1), make_layer(5, 5, 7, seed=2)
     x = noise(11, 5)
     inner = x + f1(x)
-    assert_close(compose(f2, f1, residual=True).contract({"x": lift(x)}), inner + f2(inner))
+    assert_close(compose(f1, f2, residual=True).contract({"x": lift(x)}), inner + f2(inner))
     narrow = make_layer(3, 5, 7, bias=False, seed=3)
-    assert_close(compose(narrow, f1).contract({"x": lift(x)}), narrow(f1(x)))
+    assert_close(compose(f1, narrow).contract({"x": lift(x)}), narrow(f1(x)))
 
 
 def test_one_function_built_two_ways():
     x = noise(11, 3)
     want = (x[:, :1] * x[:, 1:2]).square()
     for lower, upper in (SQUARES, PRODUCT):
-        assert_close(compose(upper, lower).contract({"x": x}), want)
+        assert_close(compose(lower, upper).contract({"x": x}), want)
 
 
 @pytest.mark.user_error
@@ -54,7 +54,10 @@ def test_bad_layers_are_refused():
     f = make_layer(3, 5, 7, bias=False)
     for call, text in [
         (lambda: compose(), "needs at least one layer, got none"),
-        (lambda: compose(f, f), r"needs f2.d_in == f1.d_out, got 5 and 3; outermost first"),
+        (
+            lambda: compose(f, f),
+            "needs f2.d_in == f1.d_out, got 5 and 3; layers come in the order in which",
+        ),
         (lambda: compose(f, f.w_l), "must be a BilinearTensor, got Tensor"),
         (lambda: compose(f, f.to(torch.float32)), "w_l of every layer must be torch.float64"),
         (lambda: compose(f, residual=True), "a residual needs d_in == d_out, got d_in=5, d_out=3"),

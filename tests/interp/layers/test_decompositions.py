@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
-from tests.interp.builders import SHAPES, dense, gauged, make_layer, noise
-from tests.limits import assert_at_most, assert_close, assert_within
-from tnlm.interp import BilinearTensor, cp, eig, fix_gauge, hosvd, remove, truncate
+from tests.interp.builders import SHAPES, dense, gauged, make_layer, noise, on_sphere, shifted, sphere_points
+from tests.interp.test_extraction import make as make_model
+from tests.limits import assert_at_most, assert_close, assert_within, limit
+from tnlm.interp import BilinearTensor, cp, eig, extract, fix_gauge, hosvd, remove, truncate, with_mlp
 from tnlm.interp.layers.rounding import form_size
 
 
@@ -20,7 +21,40 @@ def test_hosvd_at_full_rank_is_the_layer(shape):
         assert_close(basis.T @ basis, torch.eye(basis.shape[1]).double())
     unfolding = torch.linalg.svdvals(dense(b).flatten(1)).square()
     assert_close(tucker.spectrum_out[: len(unfolding)], unfolding)
-    assert float(tucker.error_bound) == 0
+    assert 0 < float(tucker.error_bound) < 1e-12 * size_of(b)
+    x = noise(11, b.d_in, seed=1)
+    assert_close(tucker.reconstruct()(x), b(x), scale=float(form_size(b, torch.eye(b.d_out).double()).max()) * 30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ranks", [(31, 37), (31, 30), (3, 37), (3, 5), (1, 1)])
+def test_the_error_bound_holds_in_the_dtype_it_is_computed_in(dtype, ranks):
+    """Planted low rank far from the origin of float32: what rounding adds is inside the bound, and not far outside."""
+    core, out, inp = make_layer(3, 5, 97), noise(31, 3, seed=1), noise(37, 5, seed=2)
+    b = core.fold(inp.mT.contiguous()).project(out)
+    cancelling = make_layer(31, 37, 11, seed=3) * 100
+    b = (b + cancelling - cancelling).to(dtype)
+    tucker = hosvd(b, *ranks)
+    wide, rebuilt = (layer.to(torch.float64) for layer in (b, tucker.reconstruct()))
+    error, u = float((dense(wide) - dense(rebuilt)).norm()), torch.finfo(dtype).eps / 2
+    assert error <= float(tucker.error_bound)
+    if ranks[0] >= 3 and ranks[1] >= 5:  # nothing but rounding: of the result and, in float64, of squares
+        assert float(tucker.error_bound) <= (100 * u + 1e-5) * size_of(wide)
+
+
+def size_of(b):
+    """``sum_h |d_h| |l_h| |r_h|``, the scale of all rounding."""
+    return float((b.w_d.norm(dim=0) * b.w_l.norm(dim=1) * b.w_r.norm(dim=1)).sum())
+
+
+def test_a_model_edited_by_a_full_hosvd_keeps_its_biases():
+    model = make_model()
+    layers = {n: hosvd(layer, 30, 30).reconstruct() for n, layer in enumerate(extract(model).mlp)}
+    tokens = torch.randint(0, 11, (2, 7))
+    want = model.pre_softcap(tokens).detach()
+    assert float(model.blocks[0].mlp.bias.detach().abs().max()) > 0.1
+    # the trace is in the bias, so inputs shorter than the sphere by norm_eps see a difference of that order
+    assert_within((with_mlp(model, layers).pre_softcap(tokens).detach() - want) / want.abs().max(), 1e-5)
 
 
 def test_truncated_hosvd_obeys_its_bound():
@@ -32,7 +66,36 @@ def test_truncated_hosvd_obeys_its_bound():
         assert error > 0
         assert_at_most(error, float(tucker.error_bound))  # equal when one projection alone discards something
     # one projection alone discards exactly the discarded eigenvalues
-    assert_close((dense(b) - dense(hosvd(b, 2, 6).reconstruct())).norm(), hosvd(b, 2, 6).error_bound)
+    error = float((dense(b) - dense(hosvd(b, 2, 6).reconstruct())).norm())
+    allowance = limit(torch.float64, 100) * size_of(b) ** 2 / error  # of squares
+    assert_within(hosvd(b, 2, 6).error_bound - error, allowance)
+
+
+def test_leading_columns_are_the_decomposition_of_lower_rank():
+    b, x = on_sphere(make_layer(4, 6, 9)), noise(11, 6, seed=2)
+    whole = hosvd(b, 4, 6)
+    for ranks in [(2, 6), (4, 3), (1, 1)]:
+        assert_close(whole.reconstruct(*ranks)(x), hosvd(b, *ranks).reconstruct()(x), scale=size_of(b) * 60)
+
+
+def test_on_the_sphere_decompositions_are_of_the_traceless_part():
+    b, u, x = on_sphere(make_layer(4, 6, 9)), noise(4, seed=1), sphere_points(11, 6, seed=2)
+    other = shifted(gauged(b), noise(4, seed=3))
+    traceless = dense(b) - dense(b).diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(6).double()
+    scale = 60 * size_of(other)
+    for k in range(7):
+        cut = truncate(other, u, k)
+        assert cut.domain == "sphere"
+        assert_close(truncate(b, u, k)(x), cut(x), scale=scale)
+        values, vectors = torch.linalg.eigh(torch.einsum("o,oij->ij", u, traceless))
+        kept = values.abs().argsort(descending=True)[:k]
+        constant = torch.einsum("oii,o->", dense(b), u) + u @ b.bias
+        assert_close(cut(x) @ u, (x @ vectors[:, kept]).square() @ values[kept] + constant, scale=scale)
+    one, two = hosvd(b, 3, 4), hosvd(other, 3, 4)
+    assert_close(one.spectrum_out, torch.linalg.svdvals(traceless.flatten(1)).square(), scale=scale**2)
+    assert_close(two.spectrum_in, one.spectrum_in, scale=scale**2)
+    assert_close(two.reconstruct()(x), one.reconstruct()(x), scale=scale, roundings=2**20)  # of near vectors
+    assert_close(hosvd(other, 4, 6).reconstruct()(x), b(x), scale=scale)
 
 
 def test_hosvd_recovers_planted_subspaces():

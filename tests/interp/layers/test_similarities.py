@@ -2,13 +2,25 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.interp.builders import dense, gauged, make_head, make_layer, monomial, noise
+from tests.interp.builders import (
+    dense,
+    gauged,
+    make_head,
+    make_layer,
+    monomial,
+    noise,
+    on_sphere,
+    shifted,
+    sphere_points,
+)
 from tests.limits import assert_at_most, assert_close
-from tnlm.interp import BilinearTensor, haar_null, match_heads, similarity
+from tnlm.interp import BilinearTensor, compose, haar_null, match_heads, similarity
+from tnlm.network import Network
 
 
 def square(w_d=1.0):
@@ -185,6 +197,59 @@ def test_haar_null_against_random_rotations(d):
     assert_close(null.z, (a.inner(b) - null.mean) / null.variance.sqrt())
 
 
+def test_chance_is_of_the_part_that_the_sphere_fixes():
+    a, b = (on_sphere(make_layer(2, 3, 4, seed=seed)) for seed in (1, 2))
+    null, other = haar_null(a, b), haar_null(shifted(a, noise(2, seed=5)), shifted(b, noise(2, seed=6)))
+    assert_close(torch.stack(other), torch.stack(null), scale=100.0)
+    traceless = [dense(x) - torch.einsum("oii,jk->ojk", dense(x), torch.eye(3).double()) / 3 for x in (a, b)]
+    assert_close(null.z * null.variance.sqrt(), (traceless[0] * traceless[1]).sum(), scale=100.0)
+    assert_close(null.mean, torch.zeros(()).double(), scale=100.0)
+    assert abs(float(haar_null(*(replace(x, domain="space") for x in (a, b))).mean)) > 0.1
+
+
+@pytest.mark.parametrize("domain", ["space", "sphere"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_small_weights_have_the_chance_and_the_cosine_of_large_ones(domain, dtype):
+    a, b = (replace(make_layer(2, 3, 4, seed=seed), domain=domain).to(dtype) for seed in (1, 2))
+    small = [replace(x, w_l=x.w_l * 2.0**-70, w_r=x.w_r * 2.0**-66, w_d=x.w_d * 2.0**-60) for x in (a, b)]
+    null, tiny = haar_null(a, b), haar_null(*small)
+    assert_close(tiny.z, null.z, dtype=dtype)
+    assert float(tiny.z) != 0
+    assert_close(tiny.variance * 2.0**784, null.variance, dtype=dtype)
+    assert_close(similarity(*small).value, similarity(a, b).value, scale=1.0, dtype=dtype)
+
+
+def test_without_a_rotation_there_is_no_distance_from_chance():
+    line = make_layer(2, 1, 3, seed=1)
+    assert float(haar_null(line, make_layer(2, 1, 4, seed=2)).z) == 0
+    assert float(haar_null(line, line * 0).z) == 0
+
+
+def test_layers_that_are_equal_on_the_sphere_are_one():
+    a = on_sphere(make_layer(3, 4, 5, seed=1))
+    b = on_sphere(make_layer(3, 4, 5, seed=2))
+    moved = shifted(a, noise(3, seed=3))
+    for kind in ("sym", "gaussian", "sphere", "complex", "tree"):
+        assert_close(float(similarity(a, moved, kind).value), 1)
+        assert_close(similarity(moved, b, kind).value, similarity(a, b, kind).value, scale=10.0)
+    x = sphere_points(20_000, 4)
+    y, z = a(x), b(x)
+    want = (y * z).sum() / y.norm() / z.norm()
+    assert abs(float(similarity(moved, b, "sphere").value - want)) < 0.02
+
+
+def test_a_network_is_a_map():
+    lower, upper = make_stack(1)
+    network = compose(lower, upper)
+    seeds = {"samples": 50, "seed": 4}
+    assert_close(float(similarity(network, [lower, upper], "complex", **seeds).value), 1)
+    a, b = ([network, make_stack(5)], [[lower, upper], make_stack(5)])
+    assert_close(similarity(*a, "gaussian", **seeds).value, similarity(*b, "gaussian", **seeds).value, scale=1.0)
+    same = similarity(network, network, "complex", d_in=5, samples=50)
+    assert_close(float(same.value), 1)
+    assert same.basis == similarity(upper, upper).basis == "coordinates as given"
+
+
 def test_heads_are_matched_across_order_gauge_and_noise():
     heads = [make_head(seed=seed) for seed in (1, 2, 3, 4)]
     order = [2, 0, 3, 1]
@@ -208,8 +273,12 @@ def test_bad_arguments_are_refused():
         (lambda: similarity(a, b, "complex", samples=1), "samples must be an integer at least 2"),
         (lambda: similarity(a, b, per_layer=True, kind="sum"), "kind must be one of"),
         (lambda: similarity(a, b[:1], per_layer=True), "two stacks of the same number of layers"),
-        (lambda: similarity(a, 3), "a map must be a layer, a sequence of layers or a function, got int"),
+        (lambda: similarity(a, 3), "a map must be a layer, .*, got int"),
         (lambda: similarity([a[0], a[0]], b), "a layer of d_out=4 cannot feed one of d_in=5"),
+        (
+            lambda: similarity(Network([("x", "i"), ("y", "i")], ""), b, "complex"),
+            r"a Network must have one input \(batch, d_in\) to be compared, got x \(i\), y \(i\)",
+        ),
         (lambda: similarity([], b), "at least one BilinearTensor"),
         (lambda: similarity(a * 2, b), "a layer of d_out=3 cannot feed one of d_in=5"),
         (lambda: similarity(a, b, residual=True), 'kind="sym" has a closed form only.*use kind="complex"'),

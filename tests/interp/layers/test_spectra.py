@@ -1,11 +1,12 @@
 """Eigenpairs, residuals, the certificate, and the four effective ranks."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.interp.builders import SHAPES, dense, gauged, make_layer, noise
+from tests.interp.builders import SHAPES, dense, gauged, make_layer, noise, on_sphere, shifted
 from tests.limits import assert_close, assert_within
 from tnlm.interp import (
     BilinearTensor,
@@ -15,6 +16,7 @@ from tnlm.interp import (
     effective_rank,
     eig,
     hosvd,
+    inertia,
     top_tokens,
     vocab_bounds,
     vocab_eigs,
@@ -22,7 +24,7 @@ from tnlm.interp import (
 )
 from tnlm.interp.layers.eigensolver import _orthogonalise, lanczos
 from tnlm.interp.layers.rounding import form_size
-from tnlm.interp.layers.spectra import krylov, squared_norms
+from tnlm.interp.layers.spectra import _beyond, iteration_pays, krylov, squared_norms
 
 
 def planted(values, d, seed=0):
@@ -92,8 +94,9 @@ def test_krylov_finds_planted_components_and_certifies_them():
     b, v = planted(strong, d)
     weak = make_layer(1, d, 64, bias=False, seed=3) * (0.5 / d)
     b = (b + weak).to(torch.float32)
-    u = torch.linspace(0.5, 2, 5)[:, None]
+    u = torch.linspace(0.5, 2, 16)[:, None]
     pairs = eig(b, u, 3)
+    assert torch.equal(pairs.vectors, eig(b, u, 3, method="krylov").vectors)
     exact = eig(b.to(torch.float64), u.double(), 3, method="full")
     assert_close(pairs.values.double(), exact.values, dtype=torch.float32)
     assert float((pairs.residuals / pairs.values[:, :1].abs()).max()) <= 1e-5
@@ -141,17 +144,56 @@ def test_residuals_are_those_of_the_pairs_that_are_returned():
 def test_the_bound_on_what_is_not_listed_is_that_of_kahan():
     b, _ = planted([5.0, -1.0], 31)
     b = b + make_layer(1, 31, 37, bias=False, seed=3) * 2e-3
-    u, few = torch.ones(1, 1, dtype=torch.float64), {"which": "min", "method": "krylov", "tol": 10.0, "max_steps": 3}
-    every = eig(b, u, 3, **few)  # all three Ritz pairs, settled at this tolerance
-    gap = every.residuals.square().sum().sqrt()
-    found = (every.values.abs() - gap).clamp_min(0).square().sum()
+    u = torch.ones(1, 1, dtype=torch.float64)
+    pairs = eig(b, u, 3, "max", "krylov", tol=10.0, max_steps=3)
+    gap = pairs.residuals.square().sum().sqrt()
+    found = (pairs.values.abs() - gap).clamp_min(0).square().sum()
     assert float(gap) > 1e-3
-    scale = form_size(b, u)[0].square() / every.unfound[0]
-    assert_close(every.unfound[0], (b.norm() ** 2 - found).sqrt(), scale=scale)
-    assert_close(eig(b, u, 1, **few).unfound[0], every.values[0, 1:].abs().max() + gap)
-    # nothing below what float32 can tell apart
-    form, _ = planted([1.0, 1e-5], 31)
-    assert float(eig(form.to(torch.float32), u.float(), 1, method="krylov").unfound) >= 4 * 2**-11.5
+    scale = form_size(b, u)[0].square() / pairs.unfound[0]
+    assert_close(pairs.unfound[0], (b.norm() ** 2 - found).sqrt(), scale=scale)
+    # pairs that carry little of the form prove nothing but its norm
+    scale = form_size(b, u)[0].square() / b.norm()
+    assert_close(eig(b, u, 1, "min", "krylov", tol=10.0, max_steps=3).unfound[0], b.norm(), scale=scale)
+    # of all eigenvalues nothing is left
+    assert float(eig(b, u, 31, method="krylov").unfound) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", ["full", "krylov"])
+@pytest.mark.parametrize("which", ["abs", "max", "min"])
+@pytest.mark.parametrize("domain", ["space", "sphere"])
+def test_unfound_is_certified_in_the_dtype_it_is_computed_in(dtype, method, which, domain):
+    """Forms whose rest is at the edge of the dtype, by cancellation, by a large trace, and by equal eigenvalues."""
+    cancelling = make_layer(1, 31, 7, bias=False, seed=4) * 30
+    layers = [
+        planted([5.0, -1.0, 1.0, 1e-7], 31)[0],
+        planted([1.0, 1e-5], 31)[0] + cancelling - cancelling,
+        planted([3.0, 3.0, 3.0, 3.0, -3.0], 31)[0],
+        planted([1.0] * 30 + [1.0 + 1e-6], 31)[0],
+        shifted(planted([2.0, -1.0, 1e-6], 31)[0], torch.tensor([100.0]).double()),
+    ]
+    for b in layers:
+        b = replace(b, domain=domain).to(dtype)
+        form = dense(b.to(torch.float64))[0]
+        if domain == "sphere":
+            form = form - form.diagonal().mean() * torch.eye(31).double()
+        values = torch.linalg.eigvalsh(form)
+        values = values[{"abs": values.abs(), "max": values, "min": -values}[which].argsort(descending=True)]
+        for k in (1, 2, 3):
+            unfound = float(eig(b, torch.ones(1, dtype=dtype)[None], k, which, method).unfound)
+            # the dense float64 reference is itself off by its roundings
+            slack = 100 * torch.finfo(torch.float64).eps * float(form_size(b, torch.ones(1, 1)))
+            assert unfound >= float(values[k:].abs().max()) - slack
+
+
+def test_a_wrong_pair_is_not_counted_as_found():
+    """Two copies of one vector are one eigenvalue: the second is not taken from what is left."""
+    b, v = planted([5.0, -4.0], 31)
+    u, norms2 = torch.ones(1, 1).double(), torch.tensor([41.0]).double()
+    pairs = torch.tensor([[5.0, 5.0]]).double(), torch.stack([v[:, 0], v[:, 0]], dim=1)[None]
+    assert float(_beyond(b, u, norms2, *pairs)) > 4
+    right = torch.tensor([[5.0, -4.0]]).double(), v[None]
+    assert float(_beyond(b, u, norms2, *right)) < 1e-5
 
 
 def test_orthogonalised_vectors_are_orthogonal_to_working_precision():
@@ -195,6 +237,15 @@ def test_seeds_tolerance_and_the_method_chosen():
         assert torch.equal(one, other)  # narrow: dense
 
 
+def test_the_method_is_chosen_by_the_measured_crossover():
+    for d_in, n, k, pays in [(512, 99, 1, False), (513, 16, 16, True), (513, 15, 1, False), (513, 16, 17, False)]:
+        assert iteration_pays(d_in, n, k) == pays
+    b, u = make_layer(1, 521, 3, bias=False, dtype=torch.float32), torch.ones(16, 1)
+    tracked = b.w_d.clone().requires_grad_(True)
+    eig(replace(b, w_d=tracked), u, 1).values.sum().backward()  # dense, so there is a gradient
+    assert bool(tracked.grad.isfinite().all())
+
+
 def test_effective_ranks():
     b, _ = planted([2.0, -1.0, 1.0], 6)
     u = torch.ones(1, dtype=torch.float64)
@@ -205,6 +256,103 @@ def test_effective_ranks():
     assert_close(effective_rank(b, 1e-200 * u, "stable"), torch.tensor(1.5, dtype=torch.float64))
     with pytest.raises(TypeError, match="kind"):
         effective_rank(b, u)
+
+
+def test_values_and_eigenspaces_have_gradients_where_eigenvalues_coincide():
+    """``f = w . P w`` with the projector ``P`` on a double eigenvalue, against differences along the weights."""
+    b, _ = planted([2.0, 2.0, -1.0], 5)
+    w, u = noise(5, seed=3), torch.ones(1, dtype=torch.float64)
+    w_d = b.w_d.clone().requires_grad_(True)
+    # moving the third value moves neither the space of the first two nor its projector
+    pairs = eig(replace(b, w_d=w_d), u, 3)
+    space = pairs.vectors[:, :2]
+    ((space @ space.mT @ w) @ w + pairs.values[:2].sum()).backward()
+    assert_close(w_d.grad, torch.tensor([[1.0, 1.0, 0.0]]).double())
+    # turning a vector of the space towards one outside moves the projector: dP = sum of v dv^T + dv v^T
+    w_l = b.w_l.clone().requires_grad_(True)
+    space = eig(replace(b, w_l=w_l), u, 3).vectors[:, :2]
+    ((space @ space.mT @ w) @ w).backward()
+    step, moved = 1e-5, []
+    direction = noise(3, 5, seed=4)
+    for sign in (1, -1):
+        vectors = torch.linalg.eigh(dense(replace(b, w_l=b.w_l + sign * step * direction))[0])[1][:, -2:]
+        moved.append((vectors @ vectors.mT @ w) @ w)
+    # central differences: third derivatives times step**2, and rounding over step
+    assert_within((w_l.grad * direction).sum() - (moved[0] - moved[1]) / (2 * step), 1e-8)
+
+
+def test_a_gradient_that_does_not_exist_is_refused():
+    b, _ = planted([2.0, 2.0, -1.0], 5)
+    w_l = b.w_l.clone().requires_grad_(True)
+    pairs = eig(replace(b, w_l=w_l), torch.ones(1, dtype=torch.float64), 3)
+    loss = pairs.vectors[:, 0] @ noise(5, seed=3)
+    with pytest.raises(ValueError, match=r'no gradients; use method="full"'):
+        eig(replace(b, w_l=w_l), torch.ones(1).double(), 2, method="krylov")
+    with pytest.raises(ValueError, match=r"eigenvectors of equal eigenvalues have no gradient.* v @ v\.mT"):
+        loss.backward()
+
+
+def test_gradients_of_distinct_eigenvalues_are_those_of_differences():
+    b = make_layer(2, 4, 5, bias=False)
+
+    def eigenpairs(w_l, w_d):
+        pairs = eig(replace(b, w_l=w_l, w_d=w_d), torch.eye(2).double())
+        return pairs.values, pairs.vectors
+
+    inputs = [w.clone().requires_grad_(True) for w in (b.w_l, b.w_d)]
+    assert torch.autograd.gradcheck(eigenpairs, inputs)
+    assert torch.autograd.gradgradcheck(eigenpairs, inputs)
+
+
+@pytest.mark.parametrize("kind", ["participation", "entropy", "max", "stable"])
+def test_gradients_of_ranks_are_finite_at_zero_eigenvalues(kind):
+    for values in ([2.0, -1.0, 0.0], [0.0, 0.0, 0.0]):
+        diagonal = torch.eye(3, dtype=torch.float64)
+        w_d = torch.tensor([values], dtype=torch.float64, requires_grad=True)
+        effective_rank(BilinearTensor(diagonal, diagonal, w_d), torch.ones(1).double(), kind).backward()
+        assert bool(w_d.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("method", ["full", "krylov"])
+def test_spectra_on_the_sphere_are_those_of_the_traceless_form(method):
+    b, u, x = on_sphere(make_layer(3, 31, 37)), noise(2, 3, seed=1), noise(11, 31, seed=2)
+    q = torch.einsum("no,oij->nij", u, dense(b))
+    q = q - q.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(31).double()
+    exact = torch.linalg.eigvalsh(q)
+    exact = exact.gather(1, exact.abs().argsort(1, descending=True))
+    other = shifted(gauged(b), noise(3, seed=5))
+    for layer in (b, other):
+        pairs = eig(layer, u, 4, method=method)
+        assert_close(pairs.values, exact[:, :4], scale=form_size(layer, u).max())
+        assert bool((pairs.unfound >= exact[:, 4].abs()).all())
+        every = eig(layer, u, method="full")
+        squares = torch.einsum("nik,bi->bnk", every.vectors, x).square()
+        rebuilt = torch.einsum("nk,bnk->bn", every.values, squares)
+        constant = x.square().sum(1)[:, None] * (u @ layer.shift()) + u @ layer.bias
+        assert_close(rebuilt + constant, layer(x) @ u.T, scale=100 * form_size(layer, u).max())
+    for kind in ("participation", "entropy", "max", "stable"):
+        assert_close(effective_rank(b, u, kind), effective_rank(other, u, kind), scale=31.0 * 31)
+    # the form as it is stored, on request
+    stored = eig(replace(other, domain="space"), u)
+    assert_close(stored.values.sum(-1), u @ other.traces())
+
+
+def test_inertia_counts_products():
+    b, _ = planted([3.0, -7.0, 2.0, 1.0], 7)
+    u = torch.tensor([[1.0], [-1.0], [0.0]], dtype=torch.float64)
+    found = inertia(b, u)
+    assert [t.tolist() for t in found] == [[3, 1, 0], [1, 3, 0], [3, 3, 0]]
+    # on the sphere the identity is free: 4 of 7 values are 0, so the best shift is 0 or lies among the others
+    values = [5.0, 5.0, 5.0, 5.0, 7.0, 2.0, 6.0]
+    b, _ = planted(values, 7)
+    assert [int(t) for t in inertia(b, u[0])] == [7, 0, 7]
+    assert [int(t) for t in inertia(on_sphere(b), u[0])] == [2, 1, 2]
+    other = shifted(on_sphere(b), torch.tensor([-3.0]).double())
+    assert [int(t) for t in inertia(other, u[0])] == [2, 1, 2]
+    noisy = b + make_layer(1, 7, 5, bias=False) * 1e-5
+    assert int(inertia(on_sphere(noisy), u[0]).products) == 3
+    assert int(inertia(on_sphere(noisy), u[0], tol=1e-2).products) == 2
+    assert inertia(b, u[:0]).products.shape == (0,)
 
 
 def test_eig_of_no_direction_is_empty():
@@ -243,9 +391,9 @@ def test_bad_arguments_are_refused():
 
 def test_lanczos_on_any_operator():
     q = dense(make_layer(2, 13, 17, bias=False))
-    pairs = lanczos(
+    values, _, _ = lanczos(
         lambda active: lambda x: (q[active] @ x[:, :, None])[:, :, 0],
-        q.square().sum((1, 2)),
+        2,
         13,
         1,
         dtype=q.dtype,
@@ -253,7 +401,7 @@ def test_lanczos_on_any_operator():
         tol=1e-12,
         check_every=3,
     )
-    assert_close(pairs.values[:, 0], torch.linalg.eigvalsh(q)[:, -1])
+    assert_close(values[:, 0], torch.linalg.eigvalsh(q)[:, -1])
 
 
 @pytest.mark.parametrize("method", ["full", "krylov"])
@@ -265,7 +413,6 @@ def test_a_form_that_overflows_is_refused(method):
     for call in (
         lambda: eig(large, u, 2, method=method),
         lambda: effective_rank(large, u, "entropy"),
-        lambda: hosvd(large, 1, 1),
         lambda: cp(large, 1, sweeps=1),
         lambda: bounds(large, u),
         lambda: vocab_moments(SimpleNamespace(mlp=[large], unembed=u, tokens=range(3)), 0),
@@ -277,3 +424,4 @@ def test_a_form_that_overflows_is_refused(method):
         with pytest.raises(ValueError, match=r"overflows float32, got .* use dtype=float64"):
             call()
     assert bool(eig(large.to(torch.float64), u.double(), 2, method=method).values.isfinite().all())
+    assert bool(hosvd(large, 1, 1).error_bound.isfinite())  # in float64, and in factors

@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 
+from tests.interp.predictions.known import PROMPT, TARGET, known_model
 from tests.interp.test_extraction import make
 from tests.limits import assert_close
+from tests.symmetries import SYMMETRIES
 from tnlm.interp.extraction import extract
 from tnlm.interp.predictions.attribution import attribute
 
@@ -77,11 +79,49 @@ def test_bad_requests_are_refused():
         attribute(model, torch.tensor([1]), 11)
     with pytest.raises(ValueError, match=r"target must be a token id in \[0, 11\), got 1.5"):
         attribute(model, torch.tensor([1]), 1.5)
-    with pytest.raises(ValueError, match=r"tokens must be a torch tensor \(seq,\), got list"):
+    with pytest.raises(ValueError, match=r"tokens must be text or a torch tensor \(seq,\), got list"):
         attribute(model, [1], 1)
     with pytest.raises(ValueError, match="one prompt"):
-        attribute(model, torch.tensor([[1]]), 1)
+        attribute(model, torch.tensor([[1], [2]]), 1)
     with pytest.raises(ValueError, match="method must be one of"):
         attribute(model, torch.tensor([1]), 1, "ig")
     with pytest.raises(ValueError, match="swiglu MLP is not polynomial"):
         attribute(extract(make("swiglu")), torch.tensor([1]), 1, layers=[0])
+
+
+def assert_known_pairs():
+    """Every entry of the known model's matrix of pairs, by name; the others are 0."""
+    found = attribute(known_model(), PROMPT, TARGET)
+    heads = [f"H{n}" for n in range(3)]
+    parts = [f"L{layer}.{part}" for layer in range(2) for part in (*heads, "MLP")]
+    assert found.names == ("constant", "embed", *parts)
+    entries = {
+        (found.names[i], found.names[j]): float(found.values[i, j])
+        for i, j in (found.values.abs() > 1e-6).nonzero().tolist()
+        if i <= j
+    }
+    expected = {("constant", "embed"): 0.25, ("embed", "embed"): -6.0, ("constant", "L1.H2"): -1.5}
+    assert entries.keys() == expected.keys()
+    assert_close(entries, {pair: expected[pair] for pair in entries}, dtype=torch.float32)
+
+
+def assert_known_shares():
+    """Every Shapley share of the known model, by name."""
+    found = attribute(known_model(), PROMPT, TARGET, "shapley")
+    shares = {name: float(value) for name, value in zip(found.names, found.values, strict=True) if abs(value) > 1e-6}
+    assert shares.keys() == {"embed", "L1.H2"}
+    assert_close([shares["embed"], shares["L1.H2"]], [-5.5, -3.0], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("check", [assert_known_pairs, assert_known_shares], ids=["pairs", "shares"])
+def test_attribution_of_the_known_model(check):
+    check()
+
+
+@pytest.mark.parametrize("id", ["R", "E", "P", "Q", "QR", "V", "L", "X", "H", "S"])
+def test_shares_do_not_move_under_symmetries(id):
+    model, tokens = make(norm_eps=0.0, d_vocab_used=9), torch.randint(0, 9, (6,))
+    for method in ("pairs", "shapley"):
+        before, after = (attribute(m, tokens, 4, method) for m in (model, SYMMETRIES[id](model)))
+        assert after.names == before.names
+        assert_close(after.values, before.values, scale=before.values.abs().sum(), roundings=2**20)

@@ -1,6 +1,7 @@
 """Scores of copying from the weights: the permutation null, planted heads, and a clock that is exact."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from tests.conftest import randomize
 from tests.interp.builders import make_head, noise
 from tests.limits import assert_close
+from tests.symmetries import SYMMETRIES
 from tnlm.config import ModelConfig
 from tnlm.interp import copy_table, cycle_votes, equal_part, extract, follower_entries, match, pattern_table
 from tnlm.transformer import Transformer
@@ -23,6 +25,8 @@ def test_match_is_the_mean_and_deviation_over_all_permutations():
     assert_close(found.value, float(table.diagonal().mean()))
     assert_close(found.null, float(means.mean()))
     assert_close(found.z, (found.value - found.null) / deviation)
+    residue = table - table.mean(0) - table.mean(1)[:, None] + table.mean()
+    assert_close(found.effect, (found.value - found.null) / float(residue.square().mean().sqrt()))
 
 
 def test_match_of_the_identity_of_its_opposite_and_of_nothing():
@@ -39,11 +43,49 @@ def test_pattern_table_contracts_the_pattern_tensor(attention):
     assert_close(pattern_table(head, queries, keys, 2), expected)
 
 
-def test_copy_table_is_what_the_head_adds_to_the_logits():
-    net = extract(randomize(Transformer(ModelConfig.pure(**SIZES), dtype=torch.float64)))
-    x, head = net.x0, net.attention[0].head(0)
-    alone = net.scalars.lambda0[1] * (x @ head.ov().tensor().mT)
-    assert_close(copy_table(net, 0, 0, x), net.unembed @ alone.mT)
+@pytest.mark.parametrize("norm", ["none", "rms"])
+@pytest.mark.parametrize("layer, head", [(0, 1), (1, 0)])
+def test_copy_table_is_what_the_head_adds_to_the_logits(norm, layer, head):
+    """Token by token, with both values of a value residual."""
+    sizes = SIZES | {"n_head": 2, "d_qk": 4, "d_vocab_used": 4}
+    config = (
+        ModelConfig.released(**sizes)
+        if norm == "rms"
+        else ModelConfig.pure(**sizes, value_residual=True, x0_mixing=True)
+    )
+    model = randomize(Transformer(config, dtype=torch.float64))
+    net, inputs = extract(model), noise(5, 10, seed=3)
+    found = copy_table(net, layer, head, inputs)
+    blocks, rows = model.blocks, slice(head * 5, (head + 1) * 5)
+
+    def rms(x):
+        return x / (x @ x / 10 + config.norm_eps).sqrt() if norm == "rms" else x
+
+    for j in range(5):
+        bare = rms(model.embed.w_e[j]) * blocks[0].lambdas.sum()
+        value = blocks[layer].attn.w_v[rows] @ rms(inputs[j])
+        if layer:
+            mix = blocks[1].attn.lamb
+            value = (1 - mix) * value + mix * (blocks[0].attn.w_v[rows] @ rms(bare))
+        written = blocks[layer].attn.w_o[:, rows] @ value * (1 if layer else blocks[1].lambdas[0])
+        assert_close(found[:, j], (model.unembed.w_u @ written).detach())
+
+
+def test_a_planted_head_copies_whatever_the_scale_of_its_embedding():
+    """In a model with norms: the effect is that of the identity, and the score of another head is not."""
+    model = randomize(Transformer(ModelConfig.released(**SIZES | {"n_head": 2, "d_qk": 4}), dtype=torch.float64))
+    with torch.no_grad():
+        model.embed.w_e[:] = 7 * torch.eye(5, 10)
+        model.unembed.w_u[:] = 3 * torch.eye(5, 10)
+        model.blocks[0].attn.w_v[:5, :5] = torch.eye(5)
+        model.blocks[0].attn.w_o[:5, :5] = torch.eye(5)
+        model.blocks[0].attn.w_v[:5, 5:] = model.blocks[0].attn.w_o[5:, :5] = 0
+        model.blocks[1].lambdas[0] = 0.5
+    net = extract(model)
+    found = match(copy_table(net, 0, 0, net.x0))
+    assert_close([found.z, found.effect], [4.0, 2.0])
+    assert_close(found.value, 3 * 10**0.5 * 0.5, dtype=torch.float32)  # of length sqrt(10) after the norm
+    assert abs(match(copy_table(net, 0, 1, net.x0)).z) < 3
 
 
 def test_follower_entries_are_the_keys_after_an_equal_token():
@@ -85,6 +127,41 @@ def clock_model(period_reading=0.3):
     return model
 
 
+def test_effect_does_not_grow_with_the_number_of_tokens_and_z_does():
+    small, large = (match(noise(n, n) + 3 * torch.eye(n, dtype=torch.float64)) for n in (100, 900))
+    assert large.z > 2.5 * small.z
+    assert small.effect == pytest.approx(large.effect, rel=0.1)
+
+
+def test_votes_of_a_model_with_norms():
+    """One-hot embeddings of one length: the norms scale them all alike, so a model without norms is equal."""
+    model = clock_model()
+    config = replace(model.config, norm="rms", norm_eps=0.0, embedding_norm=False, final_norm=False)
+    other = Transformer(config, dtype=torch.float64)
+    other.load_state_dict(model.state_dict())
+    # layer 0 reads tokens of length sqrt(10); layer 1 reads sums of unequal length, so it is left to read tokens alone
+    with torch.no_grad():
+        for m in (model, other):
+            m.blocks[0].attn.w_o.zero_()
+        other.embed.w_e.mul_(3)
+        for block in other.blocks:
+            block.attn.w_v.div_(10**0.5)
+            for name in ("w_q1", "w_k1", "w_q2", "w_k2"):
+                getattr(block.attn, name).div_(10**0.5)
+    votes = [cycle_votes(extract(m), 3, 11) for m in (model, other)]
+    assert float(votes[0].abs().max()) > 1e-3
+    assert_close(votes[1], votes[0])
+
+
+@pytest.mark.parametrize("id", ["R", "E", "P", "U", "Q", "QR", "V"])
+def test_votes_do_not_move_under_symmetries(id):
+    sizes = SIZES | {"d_vocab_used": 4}
+    config = ModelConfig.released(**sizes, **PLAIN, norm_eps=0.0, logit_softcap=None)
+    model = randomize(Transformer(config, dtype=torch.float64))
+    before, after = (cycle_votes(extract(m), 3, 7) for m in (model, SYMMETRIES[id](model)))
+    assert_close(after, before, roundings=2**20)
+
+
 @pytest.mark.parametrize("period", [2, 3, 5])
 def test_votes_are_the_logits_of_a_model_with_interchangeable_tokens(period):
     model = clock_model()
@@ -112,9 +189,6 @@ def test_what_is_refused():
         match(noise(1, 1))
     with pytest.raises(ValueError, match="pattern_table needs a polynomial pattern, got attention='softmax'"):
         pattern_table(make_head("softmax"), noise(2, 7), noise(2, 7))
-    released = ModelConfig.released(**SIZES)
-    with pytest.raises(ValueError, match="copy_table needs a model without norms, got norm='rms'"):
-        copy_table(extract(Transformer(released)), 0, 0, torch.zeros(5, 10))
     with pytest.raises(ValueError, match="two layers of one head and nothing else"):
         cycle_votes(extract(Transformer(ModelConfig.pure(**SIZES))), 3, 5)
     with pytest.raises(ValueError, match="position must be an integer between 3 and 16, got 17"):

@@ -48,24 +48,6 @@ def test_equal_contexts_appear_once():
     assert len({e.tokens for e in found.high}) == len(found.high) == 6
 
 
-@pytest.mark.parametrize("path", [1, "mlp", "direct"])
-def test_path_tables_are_dense_products_without_padding(path):
-    net = extract(make(d_vocab_used=9))
-    mlp, head = net.mlp[1], net.attention[1].head(1)
-    x0, factor = net.x0, net.write_factors[1]
-    dense = {
-        1: factor * net.unembed @ head.ov("layer").tensor() @ x0.mT,
-        "mlp": factor * net.unembed @ (mlp(x0) - mlp.bias).mT,
-        "direct": net.embed_factor * net.unembed @ x0.mT,
-    }[path][:9, :9]
-    rows = path_table(net, 1, path, top=2, keep_self=True).to_dict("records")
-    assert len(rows) == 18
-    for row in rows:
-        assert_close(row["value"], dense[row["target"], row["source"]].item())
-    best = {row["source"]: row["target"] for row in reversed(rows)}
-    assert all(best[s] == int(dense[:, s].argmax()) for s in range(9))
-
-
 @pytest.mark.user_error
 def test_bad_requests_are_refused():
     net = extract(make())

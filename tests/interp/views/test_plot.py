@@ -1,6 +1,8 @@
 """Figures hold the numbers that went in, with symmetric ranges, from any tensor."""
 
+import base64
 import json
+import math
 
 import numpy as np
 import pytest
@@ -12,53 +14,155 @@ from tnlm.interp.predictions.explanation import explain
 from tnlm.interp.views import plot
 
 
-def test_spectrum_is_ordered_by_magnitude_and_signed():
-    figure = plot.spectrum(torch.tensor([0.5, -3.0, 2.0], dtype=torch.bfloat16, requires_grad=True))
-    assert list(figure.data[0].y) == [-3.0, 2.0, 0.5]
-    assert figure.data[0].marker.color == (plot.NEGATIVE, plot.POSITIVE, plot.POSITIVE)
+def _json(figure):
+    """Traces and layout as they are written, after the numbers of a page: plotly may encode arrays."""
+    made = json.loads(figure.to_json())
+    return [_decoded(trace) for trace in made["data"]], made["layout"]
 
 
-def test_attention_shares_a_symmetric_range_and_blanks_the_future():
-    pattern = torch.randn(3, 5, 5).tril()
-    figure = plot.attention(pattern, [pattern * 2, -pattern], labels=list("aabcd"))
-    assert len(figure.data) == 9
-    for trace in figure.data:
-        assert trace.zmin == -trace.zmax
-        assert np.isnan(np.array(trace.z, dtype=float)[0, 1:]).all()
-        assert len(set(trace.x)) == 5
-    assert figure.data[2].zmax == pytest.approx(pattern.abs().max().item())
-    named = plot.attention(pattern[:2], heads=[5, 3])
-    assert [a.text for a in named.layout.annotations] == ["head 5 pattern", "head 3 pattern"]
+def _decoded(value):
+    if isinstance(value, dict) and "bdata" in value:
+        shape = [int(n) for n in value.get("shape", "-1").split(",")]
+        return np.frombuffer(base64.b64decode(value["bdata"]), dtype=value["dtype"]).reshape(shape).tolist()
+    if isinstance(value, dict):
+        return {name: _decoded(inner) for name, inner in value.items()}
+    return value
 
 
-def test_attention_weighted_by_the_norms_of_values():
-    pattern, norms = torch.tensor([[[2.0, 0], [-1, 3]]]), torch.tensor([[10.0, 100.0]])
-    figure = plot.attention(pattern, value_norms=norms)
-    assert figure.data[1].z.tolist()[1] == [-10, 300]
-    assert figure.layout.annotations[1].text == "head 0 pattern x |v|"
+def _titles(layout):
+    return [layout["title"]["text"], *(layout[axis]["title"]["text"] for axis in ("xaxis", "yaxis"))]
 
 
-def test_logit_lens_shows_the_likeliest_token_and_its_probability():
-    logits = torch.tensor([[[0.0, 2.0, 0.0], [3.0, 0.0, 0.0]]]).log1p()
-    figure = plot.logit_lens(logits.bfloat16().requires_grad_(), ["a", "b", "c"], labels=["x", "x"])
-    assert [list(row) for row in figure.data[0].text] == [["b", "a"]]
-    assert figure.data[0].z.tolist()[0] == pytest.approx([3 / 5, 4 / 6], abs=0.01)
+def assert_spectrum():
+    """By magnitude, with their signs, the largest ones."""
+    values = torch.tensor([0.5, -3.0, 2.0, -0.25], dtype=torch.bfloat16, requires_grad=True)
+    (bars,), layout = _json(plot.spectrum(values, top=3, title="t"))
+    assert (bars["x"], bars["y"]) == ([0, 1, 2], [-3.0, 2.0, 0.5])
+    assert bars["marker"]["color"] == [plot.NEGATIVE, plot.POSITIVE, plot.POSITIVE]
+    assert _titles(layout) == ["t", "rank", "eigenvalue"]
 
 
-def test_interaction_and_similarity_are_centred_at_zero():
-    q = torch.randn(4, 4)
-    heat = plot.interaction(q + q.T, labels=["x", "x", "y", "z"]).data[0]
-    assert heat.zmid == 0
-    assert heat.zmax == pytest.approx((q + q.T).abs().max().item())
-    assert plot.similarity(torch.zeros(2, 3), rows=["a", "b"], columns=["c", "d", "e"]).data[0].zmax == 1
+def assert_eigenvectors():
+    """Highest tokens first, lowest last, a column for each eigenvector under its eigenvalue."""
+    vectors, scores = torch.eye(3)[:, [1, 0]], torch.tensor([[0.0, 5, 0], [9, 0, 0], [-4, 1, 0], [1, -2, 0]])
+    (table,), layout = _json(plot.eigenvectors(vectors, [2.0, -1.0], scores, ["p", "q", "r", "s"], top=2, title="t"))
+    assert table["header"]["values"] == ["", "+2", "-1"]
+    assert table["cells"]["values"] == [
+        ["+", "+", "-", "-"],
+        ["+5.00  'p'", "+1.00  'r'", "+0.00  'q'", "-2.00  's'"],
+        ["+9.00  'q'", "+1.00  's'", "+0.00  'p'", "-4.00  'r'"],
+    ]
+    assert layout["title"]["text"] == "t"
+    assert "eigenvalue" in layout["title"]["subtitle"]["text"]
 
 
-def test_eigenvectors_list_the_extreme_tokens():
-    vectors, scores = torch.eye(3)[:, :2], torch.tensor([[0.0, 5, 0], [9, 0, 0], [-4, 1, 0], [1, -2, 0]])
-    cells = plot.eigenvectors(vectors, [2.0, -1.0], scores, ["p", "q", "r", "s"], top=1).data[0].cells.values
-    assert list(cells[0]) == ["+", "-"]
-    assert list(cells[1]) == ["+9.00  'q'", "-4.00  'r'"]
-    assert list(cells[2]) == ["+5.00  'p'", "-2.00  's'"]
+def assert_interaction():
+    """Rows down, columns across, a range symmetric about 0, labels on both axes."""
+    q = [[1.0, -5.0], [0.5, 2.0]]
+    (heat,), layout = _json(plot.interaction(torch.tensor(q), labels=["u", "w"], title="t"))
+    assert (heat["z"], heat["x"], heat["y"]) == (q, ["u", "w"], ["u", "w"])
+    assert (heat["zmin"], heat["zmid"], heat["zmax"]) == (-5, 0, 5)
+    assert _titles(layout) == ["t", "input", "input"]
+    assert layout["yaxis"].get("autorange") == "reversed"
+    assert "basis" not in layout["title"]["subtitle"]["text"]
+    bare = _json(plot.interaction(torch.tensor(q)))[1]
+    assert "basis" in bare["title"]["subtitle"]["text"]
+
+
+def assert_attention():
+    """Each head's maps in order, the future blank, a range shared per column, its heads, tokens and norms named."""
+    pattern = torch.tensor([[[2.0, 9, 9], [-1, 3, 9], [0.5, 4, -6]], [[1, 9, 9], [7, -2, 9], [0.25, 5, 8]]])
+    factor, norms = 10 * pattern + 1, torch.tensor([[10.0, 100, 1000], [1, 2, 3]])
+    figure = plot.attention(pattern, [factor], value_norms=norms, labels=["a", "b", "a"], heads=[5, 3], title="t")
+    traces, layout = _json(figure)
+    names = [f"head {n} {what}" for n in (5, 3) for what in ("factor 1", "pattern", "pattern x |v|")]
+    assert [a["text"] for a in layout["annotations"]] == names
+    expected = [m for n in range(2) for m in (factor[n], pattern[n], pattern[n] * norms[n])]
+    limits = [81, 8, 6000]
+    for n, (trace, m) in enumerate(zip(traces, expected, strict=True)):
+        shown = [[math.nan if j > i else float(m[i, j]) for j in range(3)] for i in range(3)]
+        assert np.array_equal(np.array(trace["z"], dtype=float), np.array(shown), equal_nan=True)
+        assert trace["x"] == trace["y"] == ["a", "b", "a\u200b"]
+        assert (trace["zmin"], trace["zmax"]) == (-limits[n % 3], limits[n % 3])
+        assert trace["showscale"] == (n == 2)
+    assert layout["title"]["text"] == "t"
+    assert [layout[f"yaxis{n}"]["title"].get("text") for n in (4,)] == ["query"]
+    assert [layout[f"xaxis{n}"]["title"].get("text") for n in (4, 5, 6)] == ["key"] * 3
+    plain = _json(plot.attention(pattern))[1]
+    assert [a["text"] for a in plain["annotations"]] == ["head 0 pattern", "head 1 pattern"]
+
+
+def assert_logit_lens():
+    """The likeliest token and its probability, by layer and position."""
+    logits = torch.tensor([[[0.0, 2, 0], [3, 0, 0]], [[0, 0, 4], [0, 1, 0]]]).log1p().bfloat16().requires_grad_()
+    (heat,), layout = _json(plot.logit_lens(logits, ["a", "b", "c"], layers=["m", "n"], labels=["x", "x"], title="t"))
+    assert heat["text"] == [["b", "a"], ["c", "b"]]
+    assert np.allclose(heat["z"], [[3 / 5, 4 / 6], [5 / 7, 2 / 4]], atol=0.01)
+    assert (heat["x"], heat["y"], heat["zmin"], heat["zmax"]) == (["x", "x\u200b"], ["m", "n"], 0, 1)
+    assert _titles(layout) == ["t", "position", "layer"]
+
+
+def assert_similarity():
+    """Rows and columns of a matrix that is not square."""
+    m = [[0.1, 0.2, 0.3], [-0.4, 0.5, 0.6]]
+    (heat,), layout = _json(plot.similarity(torch.tensor(m), rows=["a", "b"], columns=["c", "d", "e"], title="t"))
+    assert np.allclose(heat["z"], m)
+    assert (heat["x"], heat["y"], heat["zmin"], heat["zmax"]) == (["c", "d", "e"], ["a", "b"], -1, 1)
+    assert layout["title"]["text"] == "t"
+
+
+def assert_truncation():
+    """What is kept across, the cost up, errors as bars of their own length."""
+    curves, errors = {"a": [0.0, 0.1, 0.7], "b": [0.2, 0.3, 0.4]}, {"b": [0.01, 0.02, 0.03]}
+    (a, b), layout = _json(plot.truncation([8, 4, 1], curves, errors=errors, title="t"))
+    assert [t["name"] for t in (a, b)] == ["a", "b"]
+    assert (a["x"], a["y"], b["x"], b["y"]) == ([8, 4, 1], curves["a"], [8, 4, 1], curves["b"])
+    assert b["error_y"] == {"type": "data", "array": [0.01, 0.02, 0.03]}
+    assert "array" not in a.get("error_y", {})
+    assert _titles(layout) == ["t", "components kept", "change of cross-entropy (nats)"]
+
+
+def assert_lambdas():
+    """Each scalar under its name, layer by layer."""
+    model = make()
+    with torch.no_grad():
+        for layer, block in enumerate(model.blocks):
+            block.lambdas[0], block.lambdas[1] = layer + 1, 10 * layer + 5
+            block.attn.lamb[0] = layer / 8
+    traces, layout = _json(plot.lambdas(extract(model), title="t"))
+    assert {t["name"]: (t["x"], t["y"]) for t in traces} == {
+        "residual": ([0, 1, 2], [1, 2, 3]),
+        "embedding": ([0, 1, 2], [5, 15, 25]),
+        "value of block 0": ([0, 1, 2], [0, 0.125, 0.25]),
+    }
+    assert _titles(layout) == ["t", "layer", "factor"]
+
+
+def assert_lines():
+    """Pairs of x and y under their names."""
+    curves = {"a": ([1, 2], [3.0, 4.5]), "b": ([5], [6.0])}
+    traces, layout = _json(plot.lines(curves, title="t", x="steps", y="nats", subtitle="s"))
+    assert {t["name"]: (t["x"], t["y"]) for t in traces} == curves
+    assert _titles(layout) == ["t", "steps", "nats"]
+    assert layout["title"]["subtitle"]["text"] == "s"
+
+
+CHECKS = [
+    assert_spectrum,
+    assert_eigenvectors,
+    assert_interaction,
+    assert_attention,
+    assert_logit_lens,
+    assert_similarity,
+    assert_truncation,
+    assert_lambdas,
+    assert_lines,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[7:])
+def test_what_a_figure_shows(check):
+    check()
 
 
 def test_every_figure_is_small_json_readable_on_both_backgrounds():

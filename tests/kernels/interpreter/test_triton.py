@@ -97,6 +97,14 @@ def test_unequal_lengths_over_many_tiles(kind, other_tiles, causal, seq_q, seq_k
     assert_equals_eager(kind, tensors, causal=causal, scale=0.3)
 
 
+@pytest.mark.parametrize("other_tiles", [(16, 32), (32, 16)], indirect=True)
+@pytest.mark.parametrize("seq_q, seq_k", [(20, 34), (34, 64), (34, 33), (34, 51)])
+def test_a_diagonal_that_leaves_one_query_or_key_of_a_tile_apart(other_tiles, seq_q, seq_k, nan_memory):
+    """``seq_k - seq_q`` of -2, -1 and 1 modulo the shorter side of a tile: which tiles need the mask is off by one."""
+    tensors = operands("squared", seq_q=seq_q, seq_k=seq_k, batch=1, d_qk=16, d_v=16, n_head=1, dtype=torch.float32)
+    assert_equals_eager("squared", tensors)
+
+
 @BOTH
 @pytest.mark.parametrize("view", VIEWS)
 def test_layout_changes_no_bit(kind, view):

@@ -17,7 +17,7 @@ from scipy.stats import t, ttest_ind, ttest_rel
 from tests.limits import assert_close
 from tests.training.small import small_config
 from tnlm.training.compare import statistics as cs
-from tnlm.training.compare.arms import Options, compare_arms, matched_n0
+from tnlm.training.compare.arms import Options, _spacing, compare_arms, matched_n0
 from tnlm.training.compare.report import to_dict, to_text, write
 from tnlm.training.compare.runs import Arm, Run, load_curves, load_run
 
@@ -456,34 +456,46 @@ class TestRefusals:
         assert compare(base, same_steps).warnings == []
 
     @pytest.mark.user_error
-    def test_inconsistent_arms(self):
-        with pytest.raises(ValueError, match="base arm must hold at least one run"):
-            compare([], make_arm([1000]))
-        with pytest.raises(ValueError, match="each seed must occur once per horizon in the base arm"):
-            compare(make_arm([1000]) * 2, make_arm([1000], name="v"))
-        with pytest.raises(ValueError, match="in one arm only, got base-0-1000, base-1-1000"):
-            compare(make_arm([1000]), make_arm([1000]))
-        mixed = [*make_arm([1000], facts=FACTS), *make_arm([1100], facts={**FACTS, "n_params": 2000})]
-        with pytest.raises(ValueError, match=r"base arm must have one parameter count, got 1000 .* two arms"):
-            compare(mixed, make_arm([1000], name="v", facts=FACTS))
-        facts = {**FACTS, "model": {"mlp": "swiglu", "qk_norm": False}}
-        mixed = [
-            *make_arm([1000], facts={**FACTS, "model": {"mlp": "swiglu", "qk_norm": True}}),
-            *make_arm([9], facts=facts),
-        ]
-        with pytest.raises(
-            ValueError, match=r"base arm must have one model, got qk_norm True and False \(base-0-1000, "
-        ):
-            compare(mixed, make_arm([1000], name="v", facts=FACTS))
+    @pytest.mark.parametrize(
+        "base, variant, message",
+        [
+            (list, lambda: make_arm([1000]), "base arm must hold at least one run"),
+            (lambda: make_arm([1000]) * 2, lambda: make_arm([1000], name="v"), "once per horizon in the base arm"),
+            (lambda: make_arm([1000]), lambda: make_arm([1000]), "one arm only, got base-0-1000, base-1-1000"),
+            (
+                lambda: [*make_arm([1000], facts=FACTS), *make_arm([1100], facts={**FACTS, "n_params": 2000})],
+                lambda: make_arm([1000], name="v", facts=FACTS),
+                "base arm must have one parameter count, got 1000 .* two arms",
+            ),
+            (
+                lambda: [
+                    *make_arm([1000], facts={**FACTS, "model": {"mlp": "swiglu", "qk_norm": True}}),
+                    *make_arm([9], facts={**FACTS, "model": {"mlp": "swiglu", "qk_norm": False}}),
+                ],
+                lambda: make_arm([1000], name="v", facts=FACTS),
+                r"base arm must have one model, got qk_norm True and False \(base-0-1000, ",
+            ),
+            (
+                lambda: [make_run(seed, 1000, trunk="t") for seed in (0, 1)],
+                lambda: make_arm([1000], name="v"),
+                "branches of one trunk",
+            ),
+            (
+                lambda: make_arm([1000]),
+                lambda: make_arm([1000], name="v", metric="bits_per_byte"),
+                "one metric, got bits_per_byte, loss",
+            ),
+        ],
+    )
+    def test_inconsistent_arms(self, base, variant, message):
+        with pytest.raises(ValueError, match=message):
+            compare(base(), variant())
+
+    def test_settings_are_compared_over_all_runs(self):
         three = [{**FACTS, "settings": {"lr": lr, "clip": clip}} for lr, clip in ((0.1, None), (0.2, None), (0.1, 1.0))]
         runs = [make_run(seed, 1000, facts=facts) for seed, facts in enumerate(three)]
         (warning,) = compare(runs, make_arm([1000], name="v", facts=FACTS)).warnings
-        assert warning == "training settings differ: clip None and 1.0; lr 0.1 and 0.2", "of all runs, not of two"
-        branches = [make_run(seed, 1000, trunk="t") for seed in (0, 1)]
-        with pytest.raises(ValueError, match="branches of one trunk"):
-            compare(branches, make_arm([1000], name="v"))
-        with pytest.raises(ValueError, match="read by one metric"):
-            compare(make_arm([1000]), make_arm([1000], name="v", metric="bits_per_byte"))
+        assert warning.endswith("settings differ: clip None and 1.0; lr 0.1 and 0.2"), "of all runs, not of two"
 
 
 def test_the_rule_of_n0():
@@ -522,6 +534,10 @@ class TestEstimators:
         curves = np.array([[5.0, 3.0, 4.0, 1.0]] * 5)
         found = cs.first_crossing(steps, curves, np.array([6.0, 4.0, 3.0, 2.0, 0.5]))
         np.testing.assert_allclose(found, [10, 15, 20, 35, np.inf])
+
+    @pytest.mark.parametrize("at, spacing", [(0, 10), (5, 10), (10, 10), (20, 30), (42, 5), (45, 5)])
+    def test_spacing_of_the_evaluations_around_a_step(self, at, spacing):
+        assert _spacing(np.array([0, 10, 40, 45]), at) == spacing
 
     def test_steps_to_is_the_inverse_of_loss_at(self):
         for steps in ([900, 1100], [800, 1000, 1300], [700, 900, 1100, 1400]):
@@ -618,6 +634,16 @@ class TestRunFolders:
         assert (run.facts["seq"], run.facts["val_tokens"], run.facts["val_fingerprint"]) == (6, 64, "v")
         assert load_run(folder, metric="bits_per_byte").final == 2.0
 
+    def test_a_resumed_run_is_described_by_its_last_start(self, folder):
+        """Its first part ran under other sizes of micro-batches, or another version."""
+        metrics = folder / "metrics.jsonl"
+        start = {**json.loads(metrics.read_text().splitlines()[0]), "kind": "resume", "step": 10}
+        other = {**start, "dtype": "bfloat16", "warmdown_steps": 7, "versions": {"tnlm": "2"}}
+        with metrics.open("a") as file:
+            file.write(json.dumps(other) + "\n")
+        run = load_run(folder)
+        assert (run.facts["dtype"], run.warmdown_steps, run.facts["version"]) == ("bfloat16", 7, {"tnlm": "2"})
+
     def test_branches_name_their_trunk(self, folder, tmp_path):
         config = json.loads((folder / "config.json").read_text())
         config["branched_from"] = str(tmp_path / "trunk" / "checkpoints" / "step_10")
@@ -630,19 +656,24 @@ class TestRunFolders:
         assert load_run(folder).final == 3.0
 
     @pytest.mark.user_error
-    def test_unfinished_and_damaged_folders(self, folder):
+    @pytest.mark.parametrize(
+        "damage, message",
+        [
+            (lambda lines: lines[:-1], "must be finished, got validation up to step 10 of 20"),
+            (lambda lines: lines[-1:], "must hold a start event"),
+            (lambda lines: ["[1]\n"], r"metrics.jsonl line 1 must be a JSON object with kind, step"),
+        ],
+        ids=["unfinished", "no start", "no event"],
+    )
+    def test_damaged_logs(self, folder, damage, message):
         metrics = folder / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True)
-        metrics.write_text("".join(lines[:-1]))
-        with pytest.raises(ValueError, match="must be finished, got validation up to step 10 of 20"):
+        metrics.write_text("".join(damage(metrics.read_text().splitlines(keepends=True))))
+        with pytest.raises(ValueError, match=message):
             load_run(folder)
-        metrics.write_text(lines[-1])
-        with pytest.raises(ValueError, match="must hold a start event"):
-            load_run(folder)
-        metrics.write_text("[1]\n")
-        with pytest.raises(ValueError, match=r"metrics.jsonl line 1 must be a JSON object with kind, step"):
-            load_run(folder)
-        metrics.unlink()
+
+    @pytest.mark.user_error
+    def test_a_folder_without_a_log_or_a_configuration(self, folder):
+        (folder / "metrics.jsonl").unlink()
         with pytest.raises(ValueError, match=r"must hold the file metrics\.jsonl"):
             load_run(folder)
         (folder / "config.json").write_text('{"seed": 1}')

@@ -176,20 +176,25 @@ class TestCheck:
 
 class TestCheckData:
     def test_report_of_a_folder(self, tmp_path):
-        for name, ids in {"train_000001.bin": [9, 1], "train_000002.bin": [9, 3, 4], "val_000000.bin": [9]}.items():
+        held = {"train_000001.bin": [9, 1, 9, 2, 11], "train_000002.bin": [9, 3, 4], "val_000000.bin": [9, 5]}
+        for name, ids in held.items():
             shards.write_shard(tmp_path / name, ids)
-        shards.write_sidecar(tmp_path, d_vocab=10, eot=9)
+        shards.write_sidecar(tmp_path, d_vocab=12, eot=9)
         seen = []
-        report = shards.check_data(tmp_path, progress=lambda r: seen.append(r.path.name))
+        report = shards.check_data(tmp_path, progress=seen.append)
         assert report == {
-            "train_tokens": 5,
-            "val_tokens": 1,
+            "train_tokens": 8,
+            "val_tokens": 2,
             "shards": 3,
-            "max_id": 9,
-            "d_vocab": 10,
-            "documents": 3,
+            "max_id": 11,
+            "d_vocab": 12,
+            "documents": 4,
         }
-        assert seen == ["val_000000.bin", "train_000001.bin", "train_000002.bin"]
+        assert [(r.path.name, r.tokens, r.max_id, r.documents) for r in seen] == [
+            ("val_000000.bin", 2, 9, 1),
+            ("train_000001.bin", 5, 11, 2),
+            ("train_000002.bin", 3, 9, 1),
+        ]
 
     @pytest.mark.user_error
     def test_all_problems_are_listed(self, tmp_path):
@@ -258,7 +263,10 @@ class TestFind:
         b[5000] = 2
         shards.write_shard(tmp_path / "a.bin", a)
         shards.write_shard(tmp_path / "b.bin", b)
-        shards.refuse_duplicates([tmp_path / "a.bin", tmp_path / "b.bin"])
+        paths = [tmp_path / "a.bin", tmp_path / "b.bin"]
+        ends = {shards.shard_identity(path)["sha256_ends"] for path in paths}
+        assert len(ends) == 1, "what is read first does not tell them apart"
+        shards.refuse_duplicates(paths)  # raises where they are one
 
 
 def test_fingerprint_sees_name_size_and_ends(tmp_path):

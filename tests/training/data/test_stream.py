@@ -436,3 +436,13 @@ class TestValidation:
         shards.write_shard(tmp_path / "b.bin", list(b"abcd"))
         validation = Validation(TokenStream([tmp_path / "b.bin"]), seq=3, tokens=3, d_vocab=256)
         assert validation.text_bytes(get("bytes")) == 3
+
+    def test_text_bytes_are_those_of_the_predicted_tokens(self, tmp_path):
+        """The first token is read alone, the last one predicted alone; their texts differ in length."""
+        tokenizer = train_bpe(["the cat sat on the mat " * 20], 265)
+        ids = [*tokenizer.encode(" the"), *tokenizer.encode(" cat"), *tokenizer.encode("x")]
+        assert [len(tokenizer.token_bytes(i)) for i in (ids[0], ids[-1])] == [4, 1]
+        shards.write_shard(tmp_path / "val_000000.bin", ids)
+        stream = TokenStream([tmp_path / "val_000000.bin"])
+        validation = Validation(stream, seq=len(ids) - 1, tokens=len(ids) - 1, d_vocab=265)
+        assert validation.text_bytes(tokenizer) == len(" catx")

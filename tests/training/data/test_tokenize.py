@@ -133,24 +133,32 @@ def test_damaged_sources(tmp_path, name, text, message):
 
 
 @pytest.mark.user_error
-def test_latin1_text_and_missing_column(tmp_path):
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.jsonl", b'{"text": "ab"}\n{"text": "\xe9"}\n', r"a\.jsonl line 2 .* got: 'utf-8' codec can't decode"),
+        ("b.parquet", b"PAR1 but no table", r"b\.parquet must be a parquet file, got: "),
+        ("a.txt", b"ab\xe9", r"a\.txt must be UTF-8 text, got byte 2"),
+    ],
+)
+def test_bytes_that_are_no_text(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        list(tokenize.read_documents(tmp_path / name))
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "field, message",
+    [("body", r"must have a column 'body', got \['text'\]"), ("text", "row 1 must hold text under 'text', got None")],
+)
+def test_a_parquet_table_without_the_text(field, message, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "ab"}\n{"text": "\xe9"}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl line 2 must be one JSON object, got: 'utf-8' codec can't decode"):
-        list(tokenize.read_documents(tmp_path / "a.jsonl"))
-    (tmp_path / "b.parquet").write_bytes(b"PAR1 but no table")
-    with pytest.raises(ValueError, match=r"b\.parquet must be a parquet file, got: "):
-        list(tokenize.read_documents(tmp_path / "b.parquet"))
-    (tmp_path / "a.txt").write_bytes(b"ab\xe9")
-    with pytest.raises(ValueError, match="must be UTF-8 text, got byte 2"):
-        list(tokenize.read_documents(tmp_path / "a.txt"))
     pq.write_table(pa.table({"text": ["a", None]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"must have a column 'body', got \['text'\]"):
-        list(tokenize.read_documents(tmp_path / "a.parquet", field="body"))
-    with pytest.raises(ValueError, match="row 1 must hold text under 'text', got None"):
-        list(tokenize.read_documents(tmp_path / "a.parquet"))
+    with pytest.raises(ValueError, match=message):
+        list(tokenize.read_documents(tmp_path / "a.parquet", field=field))
 
 
 @pytest.mark.user_error

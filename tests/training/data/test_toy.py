@@ -31,6 +31,7 @@ def test_shards(tmp_path):
     facts = toy.write_cycles(tmp_path, seq=9, d_vocab=7, period=(2, 4), train_sequences=50, val_sequences=5, seed=3)
     assert facts["d_vocab"] == 7
     assert facts["source"] == {"task": "cycles", "seq": 9, "period": [2, 4], "seed": 3}
+    assert facts["splits"] == {"train": {"tokens": 451, "documents": 50}, "val": {"tokens": 46, "documents": 5}}
     train, val = (shards.Shard(tmp_path / name).read() for name in ("train_000001.bin", "val_000000.bin"))
     assert (len(train), len(val)) == (50 * 9 + 1, 5 * 9 + 1)
     np.testing.assert_array_equal(train[:-1].reshape(50, 9), toy.cycles(50, seq=9, d_vocab=7, period=(2, 4), seed=6))

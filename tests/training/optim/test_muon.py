@@ -246,10 +246,14 @@ def test_only_matrices(shape):
 
 
 @pytest.mark.user_error
-def test_other_user_errors():
-    for name in ("embed.w_e", "unembed.w_u"):
-        with pytest.raises(ValueError, match=f"got {name}; give embedding and head to Adam"):
-            Muon([(name, nn.Parameter(torch.ones(4, 3)))])
+@pytest.mark.parametrize("name", ["embed.w_e", "unembed.w_u"])
+def test_embedding_and_head_are_refused(name):
+    with pytest.raises(ValueError, match=f"got {name}; .* to Adam"):
+        Muon([(name, nn.Parameter(torch.ones(4, 3)))])
+
+
+@pytest.mark.user_error
+def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="ns_dtype must be one of auto, float32"):
         Muon(matrices(), ns_dtype="float16")
 
@@ -378,3 +382,9 @@ def test_two_processes_save_on_one_rank_and_reload(tmp_path):
     optimiser.step()
     for p, q in zip(params, straight):
         assert_close(p, q)
+
+
+def test_the_costliest_matrix_goes_to_the_rank_with_the_least_work():
+    """Costs 4 s^2 l + 2 s^3 with sides s <= l: 10 x 10 costs 6,000, 4 x 9 costs 704, 2 x 50 costs 816, 5 x 5 750."""
+    assert balanced_owners([(4, 9), (10, 10), (50, 2), (5, 5)], 2) == [1, 0, 1, 1]
+    assert balanced_owners([(4, 9), (10, 10), (50, 2), (5, 5)], 3) == [2, 0, 1, 2]

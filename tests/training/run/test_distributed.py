@@ -53,7 +53,7 @@ def finish(*processes: subprocess.Popen) -> list[str]:
     return printed
 
 
-def close(ours: dict[int, float], theirs: dict[int, float], *, start: int) -> None:
+def assert_same_losses(ours: dict[int, float], theirs: dict[int, float], *, start: int) -> None:
     """The first step from ``start`` differs by the rounding of one forward, the others by that of training too."""
     assert ours.keys() == theirs.keys()
     assert_close(ours[start], theirs[start], roundings=64, dtype=torch.float32)
@@ -75,7 +75,7 @@ def test_two_ranks_are_one_and_resume_as_one(tmp_path):
     assert printed.splitlines()[-1] == records[0], "and nothing follows it, on either stream"
     one = config.replace(out=str(tmp_path / "one"))
     train(one, progress=False)
-    close(curve(config.folder), curve(one.folder), start=1)
+    assert_same_losses(curve(config.folder), curve(one.folder), start=1)
     assert_close(curve(config.folder, "val"), curve(one.folder, "val"), dtype=torch.float32)
     assert complete_steps(config.folder) == [6, 12]
 
@@ -83,7 +83,7 @@ def test_two_ranks_are_one_and_resume_as_one(tmp_path):
     shutil.copytree(config.folder, resumed.folder)
     shutil.rmtree(resumed.folder / "checkpoints" / "step_000012")
     train(resumed, progress=False)
-    close(curve(resumed.folder), curve(config.folder), start=7)
+    assert_same_losses(curve(resumed.folder), curve(config.folder), start=7)
     events = [e for e in read_metrics(resumed.folder / "metrics.jsonl") if e["kind"] in ("start", "resume")]
     assert [(e["kind"], e["world_size"], e["accumulation"]) for e in events] == [("start", 2, 1), ("resume", 1, 1)]
 
@@ -100,7 +100,7 @@ def test_two_launchers_continue_what_one_rank_saved(tmp_path):
         port = free.getsockname()[1]
     meet = ["--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
     finish(*(torchrun(config, tmp_path / f"node{i}.json", *meet) for i in range(2)))
-    close(curve(config.folder), curve(one.folder), start=7)
+    assert_same_losses(curve(config.folder), curve(one.folder), start=7)
 
 
 @pytest.mark.slow
@@ -110,13 +110,13 @@ def test_four_ranks_saved_two_and_one_resume(tmp_path):
     finish(torchrun(four, tmp_path / "four.json", "--standalone", "--nproc_per_node=4"))
     one = four.replace(out=str(tmp_path / "one"), micro_batch=4)
     train(one, progress=False)
-    close(curve(four.folder), curve(one.folder), start=1)
+    assert_same_losses(curve(four.folder), curve(one.folder), start=1)
     for ranks in (2, 1):
         resumed = four.replace(out=str(tmp_path / f"resumed{ranks}"), micro_batch=4 // ranks)
         shutil.copytree(four.folder, resumed.folder)
         shutil.rmtree(resumed.folder / "checkpoints" / "step_000012")
         finish(torchrun(resumed, tmp_path / f"{ranks}.json", "--standalone", f"--nproc_per_node={ranks}"))
-        close(curve(resumed.folder), curve(four.folder), start=7)
+        assert_same_losses(curve(resumed.folder), curve(four.folder), start=7)
 
 
 @pytest.fixture(scope="module")

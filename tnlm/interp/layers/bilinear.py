@@ -3,10 +3,12 @@
 Its eigendecomposition is ``eig`` in ``spectra.py``; its other decompositions are in ``decompositions.py``.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Inexact
 from torch import Tensor
 
@@ -21,9 +23,9 @@ _BLOCK = 2**24
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BilinearTensor:
-    """The layer ``f(x) = w_d (w_l x * w_r x) + bias`` and its tensor ``S``, symmetric in the two inputs.
+    """The layer ``f(x) = w_d (w_l x * w_r x) + bias`` and the tensor ``S`` of its quadratic part.
 
-    The dense tensor is formed by :meth:`tensor` only.
+    ``S`` is symmetric in the two inputs. It is formed densely by :meth:`tensor` only.
 
     ``S[o, i, j] = 1/2 sum_h w_d[o, h] (w_l[h, i] w_r[h, j] + w_l[h, j] w_r[h, i])``. Norms, inner products and Grams
     are of ``S``, so they do not depend on the gauge of the factors (order of hidden units, scale within a unit, left
@@ -84,7 +86,7 @@ class BilinearTensor:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of the dense tensor, ``(d_out, d_in, d_in)``."""
+        """Shape of ``S``, ``(d_out, d_in, d_in)``."""
         return (self.d_out, self.d_in, self.d_in)
 
     @property
@@ -142,14 +144,24 @@ class BilinearTensor:
         """The difference of two layers; its moments and bounds measure how far they are apart."""
         return self + -other
 
-    def tensor(self, max_bytes: int = 2**30) -> Inexact[Tensor, "d_out d_in d_in"]:
-        """The dense tensor ``S``: ``d_out d_in**2`` numbers, ``2 d_out d_hidden d_in**2`` flop.
+    def tensor(self, max_bytes: int = 2**30) -> Inexact[Tensor, "d_out width width"]:
+        """The dense tensor of the layer, as ``mlp.tensor()`` has it; ``2 d_out d_hidden d_in**2`` flop.
+
+        Without a bias ``S (d_out, d_in, d_in)``. With one that of ``(1, x)``, the constant in front, each input axis
+        ``1 + d_in`` long: ``f(x)[o] == sum_ij T[o, i, j] x~[i] x~[j]`` with ``x~ = (1, x)``.
 
         Raises:
             ValueError: The tensor would need more than ``max_bytes``; refused before allocating.
         """
-        check_bytes("the dense tensor", self.shape, self.dtype, max_bytes, "use interaction, apply, gram or eig")
-        return self.interaction(torch.eye(self.d_out, dtype=self.dtype, device=self.w_l.device), max_bytes)
+        width = self.d_in + (self.bias is not None)
+        shape = (self.d_out, width, width)
+        check_bytes("the dense tensor", shape, self.dtype, max_bytes, "use interaction, apply, gram or eig")
+        s = self.interaction(torch.eye(self.d_out, dtype=self.dtype, device=self.w_l.device), max_bytes)
+        if self.bias is None:
+            return s
+        t = F.pad(s, (1, 0, 1, 0))
+        t[:, 0, 0] = self.bias
+        return t
 
     def symmetrize(self) -> "BilinearTensor":
         """The same function with equal input maps and ``2 d_hidden`` units: ``lr = 1/4 ((l+r)**2 - (l-r)**2)``."""
@@ -262,7 +274,7 @@ class BilinearTensor:
         """Gram matrix of the outputs or of the inputs of ``S``, the other axes contracted.
 
         ``out``: ``sum_ijkl S[o,i,j] M[i,k] M[j,l] S[p,k,l]``; about three ``d_hidden**2 d_in`` products.
-        ``in``: ``sum_opj S[o,i,j] M[o,p] S[p,k,j]``; about eight.
+        ``in``: ``sum_opj S[o,i,j] M[o,p] S[p,k,j]``; about seven.
 
         Args:
             metric: Symmetric metric of the contracted axis, identity by default: for ``out`` an input covariance,
@@ -271,6 +283,8 @@ class BilinearTensor:
         Returns:
             ``(d_out, d_out)`` or ``(d_in, d_in)``, symmetric (Hermitian). Its eigenvalues are squared singular
             values: use float64 for the tail.
+
+        Symmetries: R E P U Q QR V N L H.
         """
         check_choice("mode", mode, ("out", "in"))
         if metric is not None:
@@ -282,15 +296,20 @@ class BilinearTensor:
         return cross_gram(self, self, metric, hermitian=True)
 
     def norm(self) -> Tensor:
-        """Frobenius norm of ``S``, float64."""
+        """Frobenius norm of ``S`` as it is stored, float64.
+
+        Symmetries: R E P U Q QR V N L H.
+        """
         return self.inner(self).real.clamp_min(0).sqrt()
 
     def inner(self, other: "BilinearTensor", kind: Literal["sym", "gaussian", "sphere"] = "sym") -> Tensor:
         """Inner product with another layer of the same shape; the last sum is in float64 (complex128).
 
         ``sym``: of the tensors, ``<S_a, S_b>``. ``gaussian``: of the functions, bias included, ``E f_a(x) . f_b(x)``
-        over ``N(0, 1)``. ``sphere``: the same uniformly over ``|x|**2 = d_in``. Five ``d_hidden**2 d_in`` products,
-        about three with itself.
+        over ``N(0, 1)``. ``sphere``: the same uniformly over ``|x|**2 = d_in``; it alone does not move under S. Five
+        ``d_hidden**2 d_in`` products, about three with itself.
+
+        Symmetries: R E P U Q QR V N L H.
         """
         check_choice("kind", kind, ("sym", "gaussian", "sphere"))
         check_layer(other)
@@ -325,6 +344,21 @@ def check_layer(b: object, *, real: bool = False) -> None:
         )
     if real:
         check_real("the layer", b.w_l)
+
+
+def unit_scale(layer: BilinearTensor) -> tuple[BilinearTensor, float]:
+    """The quadratic part of a layer with factors of size 1, and the number that it was divided by, a power of 2.
+
+    Products of factors of any size then stay within the range of the dtype.
+    """
+    factors, size = [], 1.0
+    for w in (layer.w_l, layer.w_r, layer.w_d):
+        largest = float(w.abs().max()) if w.numel() else 0.0
+        scale = 2.0 ** math.floor(math.log2(largest)) if largest else 1.0
+        factors.append(w / scale)
+        size *= scale
+    w_l, w_r, w_d = factors
+    return replace(layer, w_l=w_l, w_r=w_r, w_d=w_d, bias=None), size
 
 
 def _is_orthogonal(m: Tensor) -> bool:

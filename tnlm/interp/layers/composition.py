@@ -8,9 +8,10 @@ from tnlm.network import Network
 
 
 def compose(*layers: BilinearTensor, residual: bool = False) -> Network:
-    """``layers[0]`` after ``layers[1]`` after ... as a `tnlm.network.Network`: ``compose(f2, f1)(x) = f2(f1(x))``.
+    """The composition of layers as a `tnlm.network.Network`: ``compose(f1, f2)(x) == f2(f1(x))``.
 
-    Each layer is a shared node, contracted once; the tensor of order ``2**n + 1`` is never formed. Exact.
+    The layers are given in the order in which the network applies them, as everywhere. Each is a shared node
+    and contracted once; the tensor of order ``2**n + 1`` is never formed. Exact.
 
     Args:
         residual: Every layer is ``x + f(x)``.
@@ -20,6 +21,8 @@ def compose(*layers: BilinearTensor, residual: bool = False) -> Network:
         the augmented ``(1, x)``, of width ``1 + d_in``: the constant coordinate carries every lower degree. The output
         has no constant coordinate.
 
+    Symmetries: R E P U Q QR V N L H.
+
     Raises:
         ValueError: No layer, widths that do not fit, or a residual between different widths.
     """
@@ -28,17 +31,18 @@ def compose(*layers: BilinearTensor, residual: bool = False) -> Network:
     for layer in layers:
         check_layer(layer)
         check_tensor("w_l of every layer", layer.w_l, (None, None), layers[0].w_l)
-    for upper, lower in itertools.pairwise(layers):
+    for lower, upper in itertools.pairwise(layers):
         if upper.d_in != lower.d_out:
             raise ValueError(
-                f"compose(f2, f1) needs f2.d_in == f1.d_out, got {upper.d_in} and {lower.d_out}; outermost first"
+                f"compose(f1, f2) needs f2.d_in == f1.d_out, got {upper.d_in} and {lower.d_out}; "
+                "layers come in the order in which they are applied"
             )
     if residual or any(layer.bias is not None for layer in layers):
         layers = tuple(layer.augment(residual) for layer in layers)
-        top = layers[0]
-        layers = (BilinearTensor(top.w_l, top.w_r, top.w_d[1:]), *layers[1:])
-    network = _node(layers[-1], "x", "layer 0")
-    for depth, layer in enumerate(reversed(layers[:-1]), start=1):
+        top = layers[-1]
+        layers = (*layers[:-1], BilinearTensor(top.w_l, top.w_r, top.w_d[1:]))
+    network = _node(layers[0], "x", "layer 0")
+    for depth, layer in enumerate(layers[1:], start=1):
         network = _node(layer, network, f"layer {depth}")
     return network
 

@@ -4,6 +4,7 @@ A gauge is a choice among the factors that give the same layer. The eigendecompo
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,47 +15,68 @@ from torch import Tensor
 from tnlm.interp.checks import check_count, check_number, check_tensor
 from tnlm.interp.layers.bilinear import BilinearTensor, check_layer
 from tnlm.interp.layers.eigensolver import fix_signs
+from tnlm.interp.layers.rounding import gamma
 from tnlm.interp.layers.spectra import eig
 
 
 class Tucker(NamedTuple):
     """Tucker decomposition of ``S``: a core, an output basis, and one input basis shared by both inputs."""
 
-    core: BilinearTensor  # d_out = rank_out, d_in = rank_in, factored
+    core: BilinearTensor  # d_out = rank_out, d_in = rank_in, factored, without bias
     out: Tensor  # (d_out, rank_out), orthonormal columns
     inp: Tensor  # (d_in, rank_in), orthonormal columns
-    spectrum_out: Tensor  # (d_out,) all eigenvalues of the output Gram, descending
-    spectrum_in: Tensor  # (d_in,) all eigenvalues of the input Gram, descending
+    spectrum_out: Tensor  # (d_out,) float64, all eigenvalues of the output Gram, descending
+    spectrum_in: Tensor  # (d_in,) float64, all eigenvalues of the input Gram, descending
+    error_bound: Tensor  # () float64, upper bound on the Frobenius error of `reconstruct`, rounding included
+    layer: BilinearTensor  # what was decomposed, in canonical form
 
-    @property
-    def error_bound(self) -> Tensor:
-        """Upper bound on the Frobenius error: discarded output plus twice discarded input eigenvalues."""
-        out, inp = self.spectrum_out[self.out.shape[1] :], self.spectrum_in[self.inp.shape[1] :]
-        return (out.clamp_min(0).sum() + 2 * inp.clamp_min(0).sum()).sqrt()
+    def reconstruct(self, rank_out: int | None = None, rank_in: int | None = None) -> BilinearTensor:
+        """The approximating layer, with the bias of the layer that was decomposed.
 
-    def reconstruct(self) -> BilinearTensor:
-        """The approximating layer, without bias."""
-        return self.core.fold(self.inp.mT.contiguous()).project(self.out)
+        Args:
+            rank_out, rank_in: Leading columns of the two bases to keep, all by default; ``error_bound`` is for all.
+        """
+        out, inp = self.out[:, :rank_out].double(), self.inp[:, :rank_in].double()
+        core = self.core.to(torch.float64)
+        core = replace(core, w_l=core.w_l[:, :rank_in], w_r=core.w_r[:, :rank_in], w_d=core.w_d[:rank_out])
+        folded = core.fold(inp.mT).project(out).to(self.inp.dtype)
+        return replace(folded, bias=self.layer.bias, domain=self.layer.domain)
 
 
 def hosvd(b: BilinearTensor, rank_out: int, rank_in: int) -> Tucker:
     """Higher-order SVD of the quadratic part, from the two Grams; the dense tensor is never formed.
 
-    Both inputs share one factor. Exact at full rank; a truncated one obeys ``error_bound``. Residual (an identity has
-    full rank) and bias are not included. Costs both Grams: about 11 ``d_hidden**2 d_in`` products.
+    Both inputs share one factor. Exact at full rank; a truncated one obeys ``error_bound``. On the sphere it is that of
+    the traceless part, the trace in the bias, and "exact" means there. The bias is kept as it is; a residual (an
+    identity has full rank) is not part of the layer.
 
-    Source: De Lathauwer, De Moor and Vandewalle 2000.
+    Computed in float64: the eigenvalues of the Grams are squared singular values, so below 1e-8 of the largest singular
+    value they are rounding. Costs both Grams, about ten ``n**2 d_in`` products with ``n = d_hidden`` (on the sphere
+    ``d_hidden + d_in``), and two eigendecompositions.
+
+    Symmetries: R E P U Q QR V N L H S.
+
+    Source: De Lathauwer, De Moor and Vandewalle 2000; docs/mathematics.md (bound).
     """
     check_layer(b, real=True)
     check_count("rank_out", rank_out, 1, b.d_out)
     check_count("rank_in", rank_in, 1, b.d_in)
-    spectra, bases = [], []
-    for gram, rank in ((b.gram("out"), rank_out), (b.gram("in"), rank_in)):
+    layer = b.canonical()
+    wide = layer.to(torch.float64)
+    size = (wide.w_d.norm(dim=0) * wide.w_l.norm(dim=1) * wide.w_r.norm(dim=1)).sum()
+    spectra, bases, squares = [], [], size.new_zeros(())
+    for gram, rank, times in ((wide.gram("out"), rank_out, 1), (wide.gram("in"), rank_in, 2)):
         values, vectors = torch.linalg.eigh(gram)
         spectra.append(values.flip(0))
         bases.append(fix_signs(vectors.flip(1)[:, :rank]))
-    core = BilinearTensor(b.w_l, b.w_r, b.w_d).fold(bases[1]).project(bases[0].mT)
-    return Tucker(core, bases[0], bases[1], spectra[0], spectra[1])
+        discarded, roundings = spectra[-1][rank:], 2 * (b.d_out + layer.d_hidden + b.d_in) + 16 + len(gram)
+        squares = squares + times * (discarded + gamma(roundings, torch.float64) * size.square()).clamp_min(0).sum()
+    core = replace(wide, bias=None).fold(bases[1]).project(bases[0].mT)
+    # of the bases (twice each), the core and the result, each rounded once to the dtype of the layer
+    rounded = 1.1 * gamma(1, b.dtype) * (6 + 4 * rank_in**0.5 + 2 * rank_out**0.5) * size
+    bound = squares.sqrt() + rounded + gamma(b.d_out + layer.d_hidden + b.d_in + 8, torch.float64) * size
+    out, inp = (basis.to(b.dtype) for basis in bases)
+    return Tucker(core.to(b.dtype), out, inp, spectra[0], spectra[1], bound, layer)
 
 
 def cp(
@@ -74,7 +96,8 @@ def cp(
     would need two terms per unit, and a fit to the tensor that is not symmetrised would depend on the gauge.
     Approximate, and a local minimum: the best of ``restarts`` is returned, and ``(b - fit).norm()`` says how good it
     is. Of 36 planted random layers with fewer units than inputs 32 came back within the default restarts; of 12 with
-    as many or more only one did, the others stopped at a relative error of 1e-4 to 3e-2. The bias is kept.
+    as many or more only one did, the others stopped at a relative error of 1e-4 to 3e-2. The bias is kept. The fit is
+    to ``S`` as it is stored: pass ``b.canonical()`` for one to the part that inputs on the sphere fix.
 
     Args:
         ridge: Relative Tikhonov term that keeps the factors bounded, as a best fit need not exist.
@@ -84,6 +107,8 @@ def cp(
     Returns:
         The fit in the gauge of `fix_gauge`. One sweep costs ``O(rank d_hidden d_in)`` and at most 30 conjugate-gradient
         steps of ``O(rank**2 d_in)`` for each input factor.
+
+    Symmetries: E P U Q QR V N L H.
     """
     check_layer(b, real=True)
     check_count("rank", rank, 1)
@@ -94,7 +119,7 @@ def cp(
     norm2 = float(b.inner(b).clamp_min(0))
     if norm2 == 0:
         empty = b.w_l.new_zeros(rank, b.d_in)
-        return BilinearTensor(empty, empty, b.w_d.new_zeros(b.d_out, rank), b.bias)
+        return replace(b, w_l=empty, w_r=empty, w_d=b.w_d.new_zeros(b.d_out, rank))
     generator = torch.Generator().manual_seed(seed)
     best_error, best = float("inf"), b
     for restart in range(restarts):
@@ -140,7 +165,7 @@ def _fit_restart(
             report(sweep, errors[-1])
         if errors[-1] <= tol or (len(errors) > 10 and errors[-11] - errors[-1] < tol):
             break
-    return BilinearTensor(w_l, w_r, w_d, b.bias), errors[-1]
+    return replace(b, w_l=w_l, w_r=w_r, w_d=w_d), errors[-1]
 
 
 def _unit_rows(w: Tensor) -> Tensor:
@@ -183,13 +208,16 @@ def _solve_inputs(b: BilinearTensor, w_d: Tensor, other: Tensor, start: Tensor, 
 
 
 def fix_gauge(b: BilinearTensor) -> BilinearTensor:
-    """The same layer with canonical factors: layers that differ by their gauge alone get equal factors.
+    """The same layer with factors in a fixed gauge, read in the basis of the residual stream.
 
-    The gauge is the order and scale of the hidden units, and the exchange of their left and right rows.
+    The gauge is the order and scale of the hidden units, and the exchange of their left and right rows: layers that
+    differ by it alone get equal factors.
 
     Rows of ``w_l`` and ``w_r`` have length 1 and a positive largest entry, ``w_l`` is the one with the larger overlap
     with a fixed generic vector, units are ordered by the length of their output column, longest first. A unit with a
     zero factor contributes nothing: it becomes zero and comes last. Ties keep their order.
+
+    Symmetries: E P U Q QR V N L H.
     """
     check_layer(b, real=True)
     scale_l, scale_r = b.w_l.norm(dim=1), b.w_r.norm(dim=1)
@@ -205,14 +233,17 @@ def fix_gauge(b: BilinearTensor) -> BilinearTensor:
     swap = (fixed_l @ generic < fixed_r @ generic)[:, None]
     w_l, w_r = torch.where(swap, fixed_r, fixed_l), torch.where(swap, fixed_l, fixed_r)
     order = w_d.norm(dim=0).argsort(descending=True, stable=True)
-    return BilinearTensor(w_l[order], w_r[order], w_d[:, order], b.bias)
+    return replace(b, w_l=w_l[order], w_r=w_r[order], w_d=w_d[:, order])
 
 
 def truncate(b: BilinearTensor, u: Float[Tensor, " d_out"], k: int) -> BilinearTensor:
     """The layer with only the ``k`` eigen-components of largest magnitude left in direction ``u``.
 
-    ``u . f`` becomes exactly ``sum_{i<=k} values_i (v_i . x)**2`` (plus bias); outputs orthogonal to ``u`` are as they
-    were, others change by their overlap with ``u``. Adds ``d_in - k`` hidden units; one dense eigendecomposition.
+    ``u . f`` becomes exactly ``sum_{i<=k} values_i (v_i . x)**2 + u . (b.shift() |x|**2 + bias)``, with the components
+    of `eig`; outputs orthogonal to ``u`` are as they were, others change by their overlap with ``u``. Adds ``d_in - k``
+    hidden units; one dense eigendecomposition.
+
+    Symmetries: R E P U Q QR V N L H S.
     """
     check_layer(b, real=True)
     check_tensor("u", u, (b.d_out,), b.w_l)
@@ -226,6 +257,8 @@ def remove(
 ) -> BilinearTensor:
     """The layer with ``u . f(x)`` lowered by exactly ``sum_k values_k (vectors_k . x)**2``; one hidden unit more each.
 
+    Symmetries: R E P U Q QR V N L H S.
+
     Raises:
         ValueError: Bad shapes, NaN, or ``u = 0``, which names no direction.
     """
@@ -237,4 +270,4 @@ def remove(
     if not u.is_meta and length2 == 0:
         raise ValueError("u must not be zero: removing a component needs a direction of the output")
     rows = vectors.mT
-    return b + BilinearTensor(rows, rows, torch.outer(u, -values / length2))
+    return b + BilinearTensor(rows, rows, torch.outer(u, -values / length2), domain=b.domain)

@@ -1,18 +1,17 @@
-"""Extreme eigenvalues of many symmetric forms at once: a batched Lanczos iteration with a certificate.
+"""Eigenpairs of symmetric forms: all of them, with gradients, or the extreme ones of many forms by a Lanczos iteration.
 
-The eigendecomposition of a bilinear layer, which uses it, is ``eig`` in ``spectra.py``.
+The eigendecomposition of a bilinear layer, which uses both, is ``eig`` in ``spectra.py``.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tnlm.interp.checks import check_computed, check_count, check_number
-from tnlm.interp.layers.rounding import round_up
 
 Which = Literal["abs", "max", "min"]
 
@@ -21,13 +20,11 @@ _STOP = 0.9
 
 
 class Eig(NamedTuple):
-    """Eigenpairs of one form per direction: ``u . S(x, x) == sum_k values[k] (vectors[:, k] . x)**2`` when complete.
+    """Eigenpairs of one form per direction; complete ones give ``sum_k values[k] (vectors[:, k] . x)**2``.
 
-    ``residuals`` are ``|Q v - value v|``. ``unfound`` bounds the magnitude of every eigenvalue that is not listed; when
-    it is below the listed ones, they are the largest. For a dense decomposition it allows for every rounding. For an
-    iteration it allows for the rounding of the norm and of the difference, and for 8 roundings in each listed value,
-    which is no rigorous bound. The sign of a vector is arbitrary: here its largest entry is positive. The basis of a
-    degenerate eigenspace is arbitrary too: compare projectors.
+    ``residuals`` are ``|Q v - value v|``. ``unfound`` bounds the magnitude of every eigenvalue that is not listed, with
+    every rounding allowed for; when it is below the listed ones, they are the largest. The sign of a vector is
+    arbitrary: here its largest entry is positive. So is the basis of a degenerate eigenspace: compare projectors.
     """
 
     values: Tensor  # (..., k)
@@ -36,44 +33,88 @@ class Eig(NamedTuple):
     unfound: Tensor  # (...,)
 
 
+def eigh(q: Float[Tensor, "*batch d d"]) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]:
+    """Eigenvalues, rising, and eigenvectors of symmetric matrices, with the gradients that exist.
+
+    Where eigenvalues coincide up to rounding, the basis of their eigenspace is arbitrary. A function of the eigenspace
+    (of its projector, or of the eigenvalues) has a gradient, which is returned; of one that depends on the basis the
+    backward pass is a ValueError.
+    """
+    return _Eigh.apply(q)
+
+
+class _Eigh(torch.autograd.Function):
+    @staticmethod
+    def forward(q: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = torch.linalg.eigh(q)
+        return values, vectors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_values: Tensor | None, grad_vectors: Tensor | None) -> Tensor:
+        values, vectors = ctx.saved_tensors
+        inner = torch.zeros_like(vectors) if grad_values is None else torch.diag_embed(grad_values)
+        if grad_vectors is not None:
+            turn = vectors.mT @ grad_vectors
+            gap = values[..., None, :] - values[..., :, None]
+            eps, d = torch.finfo(values.dtype).eps, values.shape[-1]
+            # vectors are off by d eps over the gap, here by more than 1/64
+            tied = gap.abs() <= 64 * d * eps * values.abs().amax(-1)[..., None, None]
+            # derivative along the rotation of two tied vectors, which leaves the matrix as it is
+            torque = torch.where(tied, turn - turn.mT, 0).abs()
+            if bool((torque > eps**0.5 * grad_vectors.flatten(-2).norm(dim=-1)[..., None, None]).any()):
+                raise ValueError(
+                    "eigenvectors of equal eigenvalues have no gradient, as the basis of their space is arbitrary; "
+                    "differentiate the eigenvalues, or the projector on the whole space, v @ v.mT"
+                )
+            inner = inner + torch.where(tied, 0, turn / torch.where(tied, 1, gap))
+        grad = vectors @ inner @ vectors.mT
+        return (grad + grad.mT) / 2
+
+
 def lanczos(
     forms: Callable[[Tensor], Callable[[Tensor], Tensor]],
-    form_norms2: Float[Tensor, " n"],
+    n: int,
     d: int,
     k: int,
     *,
     dtype: torch.dtype,
+    device: torch.device | str = "cpu",
     which: Which = "abs",
     tol: float,
     max_steps: int = 192,
     seed: int = 0,
     check_every: int = 4,
-) -> Eig:
-    """Extreme eigenpairs of ``n`` symmetric forms of width ``d`` at once, which are only applied, never formed.
+) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n d k"], Float[Tensor, "n k"]]:
+    """Extreme eigenvalues and eigenvectors of ``n`` symmetric forms of width ``d``, which are applied, never formed.
 
-    All forms start from one random vector, so the result of a form does not depend on which others are in the batch.
-    Every step is orthogonalised against all before it. Every ``check_every`` steps the converged forms leave the batch.
-    A form whose Krylov space is exhausted continues from a fresh random vector, which finds the further copies of a
-    multiple eigenvalue.
+    Approximate: the pairs of the last step, converged or not. All forms start from one random vector, so the result of
+    a form does not depend on which others are in the batch. Every step is orthogonalised against all before it. Every
+    ``check_every`` steps the converged forms leave the batch. A form whose Krylov space is exhausted continues from a
+    fresh random vector, which finds the further copies of a multiple eigenvalue.
 
     Args:
         forms: ``forms(active (m,))`` is a function of ``x (m, d)``: row i is form ``active[i]`` applied to ``x[i]``.
-        form_norms2: Squared Frobenius norms, in float64, for the certificate.
+        tol: A form is done when the estimated residuals of its pairs, relative to its largest value, are below it.
 
     Returns:
-        ``residuals`` are the estimates ``|beta_m s_mk|`` plus a rounding floor.
+        Values, vectors, and residuals: the estimates ``|beta_m s_mk|`` plus a rounding floor.
 
-    Source: Parlett, The Symmetric Eigenvalue Problem (Lanczos); Kahan 1967 (inclusion), see docs/mathematics.md.
+    Source: Parlett, The Symmetric Eigenvalue Problem.
     """
     check_number("tol", tol, 0, above=True)
     check_count("max_steps", max_steps, 1)
     max_steps = min(max_steps, d)
     if max_steps < k:
         raise ValueError(f"max_steps must be at least k, got max_steps={max_steps}, k={k}")
-    active = torch.arange(len(form_norms2), device=form_norms2.device)
-    batch = _Batch.start(len(active), d, dtype=dtype, device=form_norms2.device, seed=seed)
+    active = torch.arange(n, device=device)
+    batch = _Batch.start(n, d, dtype=dtype, device=active.device, seed=seed)
     apply = forms(active)
-    done: list[tuple[Tensor, Eig]] = []
+    done: list[tuple[Tensor, ...]] = []
     while len(active):
         batch.extend(apply, min(check_every, max_steps - batch.steps))
         if batch.steps < min(2 * k, max_steps):
@@ -81,12 +122,16 @@ def lanczos(
         ritz = _ritz(batch.alpha, batch.beta, k, which, _STOP * tol)
         finished = ritz.converged | (batch.steps == max_steps)
         if bool(finished.any()):
-            done.append((active[finished], _finish(ritz, finished, batch.basis, form_norms2[active], d)))
+            vectors = torch.bmm(batch.basis[finished].mT, ritz.weights[finished].to(dtype))
+            values, residuals = (t[finished].to(dtype) for t in (ritz.values, ritz.residuals))
+            done.append((active[finished], values, fix_signs(vectors), residuals))
             batch.keep(~finished)
             active = active[~finished]
             apply = forms(active)
-    order = torch.cat([index for index, _ in done]).argsort()
-    return Eig(*(torch.cat(parts)[order] for parts in zip(*(part for _, part in done), strict=True)))
+    index, values, vectors, residuals = (torch.cat(parts) for parts in zip(*done, strict=True))
+    order = index.argsort()
+    floor = 8 * torch.finfo(dtype).eps * values.abs().amax(1, keepdim=True)
+    return values[order], vectors[order], (residuals + floor)[order]
 
 
 @dataclass(eq=False)
@@ -162,46 +207,23 @@ def _subtract(w: Tensor, known: Tensor) -> Tensor:
 
 
 class _Ritz(NamedTuple):
-    values: Tensor  # (n, m) float64, in the order asked for
-    weights: Tensor  # (n, m, k) coefficients of the first k in the basis
-    residuals: Tensor  # (n, m) estimates
-    settled: Tensor  # (n, m) whether the residual is below the tolerance
-    converged: Tensor  # (n,) whether the first k are settled
+    values: Tensor  # (n, k) float64, in the order asked for
+    weights: Tensor  # (n, m, k) their coefficients in the basis
+    residuals: Tensor  # (n, k) estimates
+    converged: Tensor  # (n,) whether all residuals are below the tolerance
 
 
 def _ritz(alpha: Tensor, beta: Tensor, k: int, which: Which, tol: float) -> _Ritz:
-    """Ritz values and weights of every form, from the tridiagonal matrices of ``alpha`` and ``beta``."""
+    """First ``k`` Ritz values and weights of every form, from the tridiagonal matrices of ``alpha`` and ``beta``."""
     check_computed("the form", alpha, beta)
     off = beta[:, :-1].double()
     t = torch.diag_embed(alpha.double()) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
     values, s = torch.linalg.eigh(t)
-    order = eigenvalue_order(values, which)
-    values = values.gather(-1, order)
-    last = s[:, -1].gather(-1, order)
-    residuals = beta[:, -1:].double() * last.abs()
+    order = eigenvalue_order(values, which)[:, :k]
+    residuals = beta[:, -1:].double() * s[:, -1].gather(-1, order).abs()
     settled = residuals <= tol * values.abs().amax(-1, keepdim=True)
-    weights = s.gather(-1, order[:, None, :k].expand(-1, s.shape[1], -1))
-    return _Ritz(values, weights, residuals, settled, settled[:, :k].all(-1))
-
-
-def _finish(ritz: _Ritz, rows: Tensor, basis: Tensor, form_norms2: Tensor, d: int) -> Eig:
-    """Ritz vectors and the completeness certificate of the finished rows."""
-    values, weights, residuals, settled = (t[rows] for t in ritz[:4])
-    form_norms2 = form_norms2[rows].double()
-    k, dtype, m = weights.shape[-1], basis.dtype, values.shape[-1]
-    vectors = fix_signs(torch.bmm(basis[rows].mT, weights.to(dtype)))
-    eps = torch.finfo(dtype).eps
-    floor = 8 * eps * values.abs().amax(-1, keepdim=True)
-    # Kahan: the settled values pair one to one with eigenvalues, each no further away than the joint residual.
-    gap = (residuals.square() * settled).sum(-1, keepdim=True).sqrt() + floor
-    found = ((values.abs() - gap).clamp_min(0).square() * settled).sum(-1)
-    rest = ((form_norms2 - found).clamp_min(0) + 16 * eps * form_norms2).sqrt()
-    unlisted = ((values.abs() + gap) * settled)[:, k:]
-    if unlisted.shape[-1]:
-        rest = torch.maximum(rest, unlisted.amax(-1)) if m < d else unlisted.amax(-1)
-    elif m == d:
-        rest = torch.zeros_like(rest)
-    return Eig(values[:, :k].to(dtype), vectors, (residuals[:, :k] + floor).to(dtype), round_up(rest, dtype))
+    weights = s.gather(-1, order[:, None].expand(-1, s.shape[1], -1))
+    return _Ritz(values.gather(-1, order), weights, residuals, settled.all(-1))
 
 
 def fix_signs(vectors: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch n k"]:

@@ -137,11 +137,21 @@ class BilinearHead:
         return (a + a.transpose(2, 3)) / 4
 
     def norm(self, distance: int = 0) -> Tensor:
-        """Frobenius norm of the symmetric pattern tensor, float64; ``O(d_qk**2 d_in)``."""
+        """Frobenius norm of the symmetric pattern tensor, float64; ``O(d_qk**2 d_in)``.
+
+        With QK norm it moves with the scale of queries and keys, which the head does not see.
+
+        Symmetries: R E P U QR V L X H S.
+        """
         return self.inner(self, distance).real.clamp_min(0).sqrt()
 
     def inner(self, other: "BilinearHead", distance: int = 0) -> Tensor:
-        """Inner product of two symmetric pattern tensors, by traces of ``(d_qk, d_qk)`` matrices, in float64."""
+        """Inner product of two symmetric pattern tensors in one residual basis, so of heads of one model; float64.
+
+        By traces of ``(d_qk, d_qk)`` matrices. With QK norm it moves with the scale of queries and keys.
+
+        Symmetries: R E P U QR V L X H S.
+        """
         self._require_pattern("inner")
         other._require_pattern("inner")
         if self.d_in != other.d_in:
@@ -151,14 +161,9 @@ class BilinearHead:
         (a1, b1), (a2, b2) = self._factors(distance, wide)
         (c1, e1), (c2, e2) = ((c.conj(), e.conj()) for c, e in other._factors(distance, wide))
 
-        def dot(a: Tensor, b: Tensor, c: Tensor, e: Tensor) -> Tensor:
-            return ((a.mT @ c) * (b @ e.mT)).sum()
-
-        queries = torch.trace((b1 @ e1.mT) @ (c1.mT @ a2) @ (b2 @ e2.mT) @ (c2.mT @ a1))
-        keys = torch.trace((a1.mT @ c1) @ (e1 @ b2.mT) @ (a2.mT @ c2) @ (e2 @ b1.mT))
-        straight = dot(a1, b1, c1, e1) * dot(a2, b2, c2, e2)
-        crossed = dot(a1, b1, c2, e2) * dot(a2, b2, c1, e1)
-        return (straight + crossed + queries + keys) / 4
+        queries = [[a.mT @ c for c in (c1, c2)] for a in (a1, a2)]
+        keys = [[b @ e.mT for e in (e1, e2)] for b in (b1, b2)]
+        return pattern_product(queries, keys)
 
     def read_gram(self, side: Literal["q", "k"] = "q", distance: int = 0) -> Inexact[Tensor, "d_in d_in"]:
         """Gram matrix of the query (or key) side of the pattern: ``sum_jkl A[i,j,k,l] conj(A[m,j,k,l])``, Hermitian.
@@ -193,6 +198,8 @@ class BilinearHead:
 
         At layer 0 ``x`` is the normed embedding and the values are exactly those of the model, QK norm included. In
         later layers they are what the head would do if it read the embedding alone. Blockwise; ``4 V**2 d_qk`` flop.
+
+        Symmetries: R E P U Q QR V L X H S.
 
         Args:
             tokens: Ids that may appear, all rows of ``x`` by default; leave padding rows out here.
@@ -288,6 +295,25 @@ class BilinearHead:
             raise ValueError(
                 f"{what} needs a polynomial pattern, got attention={self.attention!r}: {_NO_TENSOR[self.attention]}"
             )
+
+
+def pattern_product(queries: Sequence[Sequence[Tensor]], keys: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Inner product of two symmetric pattern tensors, from products of their factors.
+
+    ``queries[m][n]`` is the product of the queries of branch ``m`` of one head with those of branch ``n`` of the other,
+    ``(*batch, d_qk, d_qk)``; ``keys`` the same.
+    """
+
+    def pair(first: tuple[int, int], second: tuple[int, int]) -> Tensor:
+        one, two = ((queries[m][n] * keys[m][n]).sum((-2, -1)) for m, n in (first, second))
+        return one * two
+
+    def chain(outer: Sequence[Sequence[Tensor]], inner: Sequence[Sequence[Tensor]]) -> Tensor:
+        product = outer[0][0] @ inner[1][0].mT @ outer[1][1]
+        return (product * inner[0][1]).sum((-2, -1))
+
+    straight, crossed = pair((0, 0), (1, 1)), pair((0, 1), (1, 0))
+    return (straight + crossed + chain(keys, queries) + chain(queries, keys)) / 4
 
 
 def _rotate(y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

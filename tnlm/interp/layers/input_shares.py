@@ -11,7 +11,10 @@ def layer_pairs(b: BilinearTensor, u: Float[Tensor, " d_out"], parts: Float[Tens
     """Contribution ``f_p^T Q_u f_q`` of every pair of parts of ``x = sum parts`` to ``u . (f(x) - bias)``.
 
     The matrix is symmetric and sums to that number; the interaction of two different parts is twice their entry. Exact,
-    from ``w_l f_p`` and ``w_r f_p`` alone.
+    from ``w_l f_p`` and ``w_r f_p`` alone. Of ``S`` as it is stored: inputs of one length do not tell a multiple of
+    ``f_p . f_q`` in every entry from the bias.
+
+    Symmetries: R E P U Q QR V N L H.
     """
     _check(b, u, parts)
     left, right = parts @ b.w_l.mT, parts @ b.w_r.mT
@@ -29,6 +32,8 @@ def layer_shapley(
 
     Exact closed form, ``2 f_p . Q b + f_p . Q sum_q f_q``: of a quadratic form the two parts of a pair share their
     interaction equally. For single coordinates pass the parts ``diag(x - baseline)``.
+
+    Symmetries: R E P U Q QR V N L H.
     """
     pairs = layer_pairs(b, u, parts)
     shares = pairs.sum(1)

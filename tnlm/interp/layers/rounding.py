@@ -27,13 +27,21 @@ def form_size(b: BilinearTensor, rows: Tensor) -> Tensor:
 
 
 def form_error(b: BilinearTensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bound on the error of every row's form (Frobenius norm), and of its trace, when computed in ``dtype``."""
-    return gamma(b.d_out + b.d_hidden + b.d_in + 8, dtype) * form_size(b, rows)
+    """Bound on the error of every row's form (Frobenius norm), and of its trace, when computed in ``dtype``.
+
+    On the sphere the shift is taken out: its error is that of the trace over ``d_in``, ``d_in`` times on the diagonal.
+    """
+    times = 1 + b.d_in**-0.5 if b.domain == "sphere" else 1
+    return times * gamma(b.d_out + b.d_hidden + b.d_in + 8, dtype) * form_size(b, rows)
 
 
 def squared_norm_error(b: BilinearTensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bound on the error of every row's squared Frobenius norm, when computed in ``dtype`` by either Gram."""
-    return gamma(2 * (b.d_out + b.d_hidden + b.d_in) + 16, dtype) * form_size(b, rows).square()
+    """Bound on the error of every row's squared Frobenius norm, when computed in ``dtype`` by either Gram.
+
+    On the sphere ``trace**2 / d_in`` is taken from it, whose error is at most that over ``d_in``.
+    """
+    times = 1 + 1 / b.d_in if b.domain == "sphere" else 1
+    return times * gamma(2 * (b.d_out + b.d_hidden + b.d_in) + 16, dtype) * form_size(b, rows).square()
 
 
 def diagonalised_error(b: BilinearTensor, rows: Tensor, dtype: torch.dtype) -> Tensor:

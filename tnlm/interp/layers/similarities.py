@@ -1,21 +1,24 @@
-"""Similarity of two layers, stacks of layers or heads as functions, and its distribution under chance."""
+"""Similarity of two layers or stacks of layers as functions, and its distribution under chance."""
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import Literal, NamedTuple, get_args
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from tnlm.interp.checks import check_bytes, check_choice, check_count
-from tnlm.interp.layers.bilinear import BilinearTensor, check_layer
+from tnlm.interp.checks import check_bytes
+from tnlm.interp.layers.bilinear import BilinearTensor, check_layer, unit_scale
 from tnlm.interp.layers.grams import cross_gram
 from tnlm.interp.layers.heads import BilinearHead
+from tnlm.network import Network
 
 Kind = Literal["sym", "gaussian", "sphere", "complex", "tree"]
-Map = BilinearTensor | Sequence[BilinearTensor] | Callable[[Tensor], Tensor]
+Map = BilinearTensor | Sequence[BilinearTensor] | Network | Callable[[Tensor], Tensor]
 
+KINDS = get_args(Kind)
+GIVEN = "coordinates as given"
 _SAMPLES = 4096
 _CHUNK = 512
 
@@ -25,13 +28,12 @@ class Similarity(NamedTuple):
 
     value: Tensor
     error: Tensor
-
-
-class HeadMatch(NamedTuple):
-    """``similarity (n, m)`` of all pairs and the one-to-one ``pairs`` of largest total."""
-
-    similarity: Tensor
-    pairs: list[tuple[int, int]]
+    basis: str = GIVEN
+    """What is compared: weights in the coordinates of their inputs, which two models do not share, or ``tokens``."""
+    parts: tuple[str, ...] = ()
+    """Of models: what each entry of ``value`` is about, such as ``mlp 0``."""
+    chance: Tensor | None = None
+    """Of models: ``(permutations, parts)``, ``value`` with the tokens of one model renamed at random."""
 
 
 class HaarNull(NamedTuple):
@@ -42,7 +44,7 @@ class HaarNull(NamedTuple):
     z: Tensor
 
 
-def similarity(
+def map_similarity(
     a: Map,
     b: Map,
     kind: Kind = "sym",
@@ -54,44 +56,17 @@ def similarity(
     d_in: int | None = None,
     max_bytes: int = 2**30,
 ) -> Similarity:
-    """Cosine of two polynomial maps in one of five inner products.
+    """Cosine of two layers, stacks, networks or functions in the coordinates of their inputs.
 
-    ====== ============================================== =================================================
-    kind   inner product                                  how
-    ====== ============================================== =================================================
-    sym    of the tensors, symmetric over all input legs  closed form for one and two layers
-    gaus.  ``E f_a . f_b`` over ``N(0, 1)``               closed form for one layer, else sampled
-    sphere the same on ``|x|**2 = d_in``                  closed form for one layer, else sampled
-    comp.  ``E f_a . conj f_b``, complex Gaussian:        closed form for one layer, else sampled; degrees
-           ``sum_n n! <S_a^n, S_b^n>``                    do not mix, no trace term
-    tree   product of per-layer symmetric cores           closed form; **no** function similarity: equal
-                                                          functions may score 0
-    ====== ============================================== =================================================
-
-    Args:
-        a, b: A layer, a stack of layers in the order in which the network applies them, or a function of ``(n, d_in)``
-            that is a polynomial (and takes complex input for ``complex``).
-        samples: Sampled even where a closed form exists; ``None`` samples only where there is none, 4096 times.
-        per_layer: For stacks: compare layer by layer instead of end to end, in closed form.
-        residual: Every layer is ``x + f(x)``. Bias and residual are part of the function for gaussian, sphere, complex.
-        d_in: Input width, needed when both are functions.
-
-    Returns:
-        The error is a jackknife over samples; both norms come from the same samples as the product.
-
-    Raises:
-        ValueError: Bad shapes, a map that is zero, a kind that has no meaning for these maps.
+    Arguments are those of `tnlm.interp.similarity`, which documents them.
     """
-    check_choice("kind", kind, ("sym", "gaussian", "sphere", "complex", "tree"))
-    if samples is not None:
-        check_count("samples", samples, 2)
     if per_layer:
         return _per_layer(a, b, kind, residual)
-    stacks = [_stack(m) for m in (a, b)]
+    stacks = [_stack(m, kind) for m in (a, b)]
     if None not in stacks and samples is None:
         exact = _closed_form(kind, stacks, residual, max_bytes)
         if exact is not None:
-            return _cosine(*exact)
+            return cosine(*exact)
     if kind in ("sym", "tree"):
         raise ValueError(
             f'kind="{kind}" has a closed form only, for layers without residual'
@@ -101,62 +76,69 @@ def similarity(
     width = next((stack[0].d_in for stack in stacks if stack), d_in)
     if width is None:
         raise ValueError("d_in must be given to sample two functions, got None")
-    maps = [m if stack is None else _forward(stack, residual) for m, stack in zip((a, b), stacks)]
+    maps = [_function(m) if stack is None else _forward(stack, residual) for m, stack in zip((a, b), stacks)]
     like = next((stack[0].w_l for stack in stacks if stack), None)
     return _sampled(maps, kind, width, samples or _SAMPLES, seed, like)
 
 
-def match_heads(a: Sequence[BilinearHead], b: Sequence[BilinearHead], distances: Sequence[int] = (0,)) -> HeadMatch:
-    """Pair the heads of two layers by the similarity of what they compute.
-
-    Similarity of two heads is the cosine of ``sum_distances <A, A'>`` times ``<OV, OV'>``, of pattern tensors and
-    output-value circuits. It does not depend on the gauge, and is exact (for heads with QK norm: given the norms).
-    Assignment by the Hungarian method.
-    """
-    if not a or not b or not distances:
-        raise ValueError(f"needs heads and distances, got {len(a)} and {len(b)} heads, {len(distances)} distances")
-
-    def product(x: BilinearHead, y: BilinearHead) -> Tensor:
-        patterns = sum(x.inner(y, distance) for distance in distances)
-        values = x.ov().inner(y.ov())
-        if x.v0 is not None and y.v0 is not None:
-            values = values + x.ov("first").inner(y.ov("first"))
-        return patterns * values
-
-    norms = [[product(h, h).sqrt() for h in heads] for heads in (a, b)]
-    for name, values in zip("ab", norms):
-        if any(float(v) == 0 for v in values):
-            raise ValueError(f"a head of {name} is zero: its similarity is undefined")
-    rows = [torch.stack([product(x, y) / p / q for y, q in zip(b, norms[1])]) for x, p in zip(a, norms[0])]
-    cosines = torch.stack(rows)
-    matched = linear_sum_assignment(cosines.detach().cpu().numpy(), maximize=True)
-    return HeadMatch(cosines, list(zip(*(side.tolist() for side in matched))))
-
-
 def haar_null(a: BilinearTensor, b: BilinearTensor) -> HaarNull:
-    """Exact chance level of ``a.inner(b)``: one input space rotated by a Haar-random orthogonal matrix.
+    """Chance level of ``<S_a, S_b>`` in the basis in which both layers are given, so for layers of one model; exact.
 
-    Mean ``m_a . m_b / d`` with the traces ``m``; variance ``2 <G0_a, G0_b> / ((d - 1)(d + 2))`` with the Grams ``G0``
-    of the traceless parts. Two output Grams and one inner product.
+    One input space is rotated by a Haar-random orthogonal matrix: mean ``m_a . m_b / d`` with the traces ``m``;
+    variance ``2 <G0_a, G0_b> / ((d - 1)(d + 2))`` with the Grams ``G0`` of the traceless parts. On the sphere ``S`` is
+    the traceless one of :meth:`~BilinearTensor.canonical`. Where the variance is 0, so is z. Two output Grams and one
+    inner product.
+
+    Symmetries: R E P U Q QR V N L H S.
     """
     check_layer(a, real=True)
-    value = a.inner(b)
-    d = a.d_in
+    check_layer(b, real=True)
+    (a, size_a), (b, size_b) = unit_scale(a), unit_scale(b)
+    a, b = a.canonical(), b.canonical()
+    value, size, d = a.inner(b), size_a * size_b, a.d_in
     traces = [layer.traces().double() for layer in (a, b)]
     mean = traces[0] @ traces[1] / d
     grams = [layer.gram("out").double() - torch.outer(m, m) / d for layer, m in zip((a, b), traces)]
     # in one dimension there is no rotation, and both traceless parts are zero
-    variance = 2 * (grams[0] * grams[1]).sum() / (max(d - 1, 1) * (d + 2))
-    return HaarNull(mean, variance, (value - mean) / variance.sqrt())
+    variance = (2 * (grams[0] * grams[1]).sum() / (max(d - 1, 1) * (d + 2))).clamp_min(0)
+    z = torch.where(variance > 0, (value - mean) / torch.where(variance > 0, variance, 1).sqrt(), 0)
+    return HaarNull(mean * size, variance * size**2, z)
 
 
-def _stack(m: Map) -> list[BilinearTensor] | None:
+def head_product(x: BilinearHead, y: BilinearHead, distances: Sequence[int]) -> Tensor:
+    """Inner product of two heads in one basis: of patterns, summed over distances, times value circuits."""
+    patterns = torch.stack([x.inner(y, distance) for distance in distances]).sum()
+    values = x.ov().inner(y.ov())
+    if x.v0 is not None and y.v0 is not None:
+        values = values + x.ov("first").inner(y.ov("first"))
+    return patterns * values
+
+
+def _function(m: Map) -> Callable[[Tensor], Tensor]:
+    """A plain function of ``(n, d_in)``."""
+    if not isinstance(m, Network):
+        return m  # type: ignore[return-value]
+    if len(m.inputs) != 1 or len(next(iter(m.inputs.values()))) != 2:
+        inputs = ", ".join(f"{name} ({' '.join(indices)})" for name, indices in m.inputs.items())
+        raise ValueError(
+            f"a Network must have one input (batch, d_in) to be compared, got {inputs or 'none'}; "
+            "pass a function of (n, d_in) that contracts it"
+        )
+    (name,) = m.inputs
+    return lambda x: m.contract({name: x})
+
+
+def _stack(m: Map, kind: Kind) -> list[BilinearTensor] | None:
     """The layers of a map; None for a plain function."""
     if isinstance(m, BilinearTensor):
-        return [m]
+        # the bias and the scale of the factors are no part of the tensor
+        return [(unit_scale(m)[0] if kind in ("sym", "tree") else m).canonical()]
     if not isinstance(m, Sequence):
-        if not callable(m):
-            raise ValueError(f"a map must be a layer, a sequence of layers or a function, got {type(m).__name__}")
+        if not callable(m) and not isinstance(m, Network):
+            raise ValueError(
+                "a map must be a layer, a sequence of layers, a Network or a function, and a model is compared with a "
+                f"model, got {type(m).__name__}"
+            )
         return None
     if not m or not all(isinstance(layer, BilinearTensor) for layer in m):
         raise ValueError("a stack must hold at least one BilinearTensor and nothing else")
@@ -169,11 +151,11 @@ def _stack(m: Map) -> list[BilinearTensor] | None:
 def _per_layer(a: Map, b: Map, kind: Kind, residual: bool) -> Similarity:
     if not isinstance(a, Sequence) or not isinstance(b, Sequence) or len(a) != len(b) or not a:
         raise ValueError("per_layer needs two stacks of the same number of layers")
-    rows = [similarity(x, y, kind, residual=residual) for x, y in zip(a, b)]
-    return Similarity(*map(torch.stack, zip(*rows)))
+    rows = [map_similarity(x, y, kind, residual=residual) for x, y in zip(a, b)]
+    return Similarity(torch.stack([row.value for row in rows]), torch.stack([row.error for row in rows]))
 
 
-def _cosine(ab: Tensor, aa: Tensor, bb: Tensor) -> Similarity:
+def cosine(ab: Tensor, aa: Tensor, bb: Tensor) -> Similarity:
     """Cosine from three inner products; the roots are taken first, as the product of the norms may overflow."""
     if float(aa) <= 0 or float(bb) <= 0:
         raise ValueError("a map that is zero has no similarity to anything")
@@ -223,6 +205,7 @@ def _two_layer_inner(a: list[BilinearTensor], b: list[BilinearTensor], max_bytes
         raise ValueError("stacks must have the same input and output widths to be compared")
     shape = (p, q, max(d * d, p * q))
     check_bytes("the table of crossed legs", shape, a[0].dtype, max_bytes, 'use kind="complex"')
+    a, b = ([replace(layer, bias=None) for layer in stack] for stack in (a, b))
     lower_a, lower_b = a[0].tensor(max_bytes), b[0].tensor(max_bytes).conj()
     products = torch.einsum("aij,ejl->aeil", lower_a, lower_b)
     crossed = torch.einsum("aeil,bcli->abce", products, products)
@@ -261,7 +244,7 @@ def _sampled(maps: list, kind: Kind, d: int, samples: int, seed: int, like: Tens
     total = sums.sum(1)
     if not bool(torch.isfinite(total).all()):
         raise ValueError("a map gave NaN or infinite values on the samples")
-    value = _cosine(*total).value
+    value = cosine(*total).value
     ab, aa, bb = total[:, None] - sums
     dropped = ab / aa.sqrt() / bb.sqrt()
     error = ((samples - 1) / samples * (dropped - dropped.mean()).square().sum()).sqrt()

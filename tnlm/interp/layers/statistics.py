@@ -1,5 +1,6 @@
 """Mean and covariance of a bilinear layer over random inputs, and certified bounds of its outputs."""
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from tnlm.interp.checks import (
     check_tensor,
 )
 from tnlm.interp.layers.bilinear import BilinearTensor, check_layer
+from tnlm.interp.layers.eigensolver import fix_signs
 from tnlm.interp.layers.grams import input_gram
 from tnlm.interp.layers.rounding import diagonalised_error, gamma, round_down, round_up
-from tnlm.interp.layers.spectra import eig
+from tnlm.interp.layers.spectra import extreme_pairs
 
 
 class Moments(NamedTuple):
@@ -56,11 +58,14 @@ def moments(
 
     Args:
         mean, cov: Of the Gaussian inputs, 0 and 1 by default; ``kind="sphere"`` takes neither.
-        kind: ``sphere``, uniform on ``|x|**2 = d_in`` (RMS-normed inputs), or ``gaussian``. A constant coordinate is
+        kind: ``sphere``, uniform on ``|x|**2 = d_in`` (RMS-normed inputs), or ``gaussian``, whose inputs have many
+            lengths, so that a multiple of the identity counts (it moves under S). A constant coordinate is
             not Gaussian: keep it apart as the bias instead of lifting to ``(1, x)``.
 
     Returns:
         Costs one output Gram, about three ``d_hidden**2 d_in`` products.
+
+    Symmetries: R E P U Q QR V N L H S.
 
     Raises:
         ValueError: Bad shapes, NaN, complex weights, ``cov`` not symmetric positive semi-definite.
@@ -105,10 +110,13 @@ def bounds(
 
     Args:
         radius2: ``d_in`` by default, the squared length of an RMS-normed input. With a norm's eps > 0 inputs lie in
-            the ball, where an end that the sphere cannot bring past zero is attained at ``x = 0``.
+            the ball, where an end that the sphere cannot bring past zero is attained at ``x = 0``. Other lengths than
+            ``d_in`` see a multiple of the identity (they move under S).
 
     Returns:
         The bias adds ``u . bias`` to both ends. One dense eigendecomposition per direction.
+
+    Symmetries: R E P U Q QR V N L H S.
 
     Raises:
         ValueError: Bad shapes, NaN, complex weights, a negative radius.
@@ -118,11 +126,13 @@ def bounds(
     radius2 = float(b.d_in if radius2 is None else radius2)
     check_number("radius2", radius2, 0)
     check_tensor("u", u, (..., b.d_out), b.w_l)
-    wide, u, dtype = b.to(torch.float64), u.double(), b.dtype
-    lowest, highest = (eig(wide, u, 1, which, "full") for which in ("min", "max"))
-    error = diagonalised_error(wide, u.reshape(-1, b.d_out), torch.float64).reshape(u.shape[:-1])
-    low, high = radius2 * (lowest.values[..., 0] - error), radius2 * (highest.values[..., 0] + error)
-    argmin, argmax = (radius2**0.5 * pair.vectors[..., 0].to(dtype) for pair in (lowest, highest))
+    # of the form as it is stored: other radii see the multiple of the identity
+    wide, dtype = replace(b.to(torch.float64), domain="space"), b.dtype
+    batch, u = u.shape[:-1], u.reshape(-1, b.d_out).double()
+    values, vectors = extreme_pairs(wide, u)
+    error = diagonalised_error(wide, u, torch.float64)
+    low, high = radius2 * (values[:, 0] - error), radius2 * (values[:, 1] + error)
+    argmin, argmax = (radius2**0.5 * fix_signs(vectors).to(dtype)).unbind(-1)
     if domain == "ball":
         argmin, argmax = argmin * (low < 0)[..., None], argmax * (high > 0)[..., None]
         low, high = low.clamp_max(0), high.clamp_min(0)
@@ -131,7 +141,7 @@ def bounds(
         low, high = low + shift - error, high + shift + error
     low, high = round_down(low, dtype), round_up(high, dtype)
     check_computed("the range", low, high)
-    return Bounds(low, high, argmin, argmax)
+    return Bounds(*(t.reshape((*batch, *t.shape[1:])) for t in (low, high, argmin, argmax)))
 
 
 def trace_bounds(
@@ -187,8 +197,11 @@ def jacobian_kernel(
     """The matrix ``K = 4 G_in``, by which Jacobians at two inputs have the inner product ``<J(x), J(y)> == x^T K y``.
 
     With ``second_moment = E[x x^T]`` of some data it is instead the expectation ``E[J(x)^T J(x)]``, exactly. Show it
-    next to the kernel without data, which also covers directions that the data does not reach. About eight
-    ``d_hidden**2 d_in`` products.
+    next to the kernel without data, which also covers directions that the data does not reach. About seven
+    ``d_hidden**2 d_in`` products. It holds the slope along ``x`` too, which inputs of one length do not have, so it
+    moves under S: pass ``b.canonical()`` for what they fix.
+
+    Symmetries: R E P U Q QR V N L H.
     """
     check_layer(b)
     if second_moment is None:

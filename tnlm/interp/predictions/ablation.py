@@ -45,6 +45,9 @@ def ablate(
             position in another row of ``reference``, drawn with ``seed``.
         reference: Tokens whose values replace; by default ``tokens`` themselves, where ``resample`` takes another row.
 
+    Symmetries: R E U Q QR V N L X H S. Of log-probabilities, and of points whose basis the model fixes: what a point
+    inside a head or an MLP holds moves with its basis, and its mean along.
+
     Raises:
         ValueError: An unknown point (close matches are named), a head out of range, or a reference that does not fit.
     """
@@ -160,6 +163,8 @@ def delta_ce(
 ) -> DeltaCE:
     """Change of the cross-entropy on held-out text by an edit, paired by sequence.
 
+    Symmetries: R E U Q QR V N L X H S.
+
     Args:
         edited: An edited copy (:func:`with_mlp`), or edits at named points (:func:`ablation_edits`).
         tokens: Held-out rows; each predicts its last ``seq`` tokens from the first ``seq``. Released models with two
@@ -204,6 +209,8 @@ def with_mlp(model: Transformer, layers: Mapping[int, BilinearTensor]) -> Transf
 
     Takes any :class:`BilinearTensor` of the layer's widths, such as rank truncations (:func:`hosvd`, :func:`truncate`),
     CP replacements (:func:`cp`) and edits by one eigen-component (:func:`remove`).
+
+    Symmetries: R E U Q QR V N L X H S.
 
     Raises:
         ValueError: No such layer, or widths that do not fit.

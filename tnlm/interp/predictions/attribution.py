@@ -17,9 +17,10 @@ from tnlm.transformer import Transformer
 class Attribution(NamedTuple):
     """Contributions to one logit; ``values.sum()`` is the logit before the softcap, given the norms of this run.
 
-    ``names`` are the components; ``names[0]``, the constant, holds the biases of the expanded MLPs. With
-    ``method="pairs"`` ``values`` is a symmetric (p, p) matrix, and a component's direct path to the logit is split
-    equally between its two entries with the constant. With ``method="shapley"`` it is (p,).
+    ``names`` are the components; ``names[0]``, the constant, holds the biases of the expanded MLPs and, on normed
+    inputs, the traces of their forms, which no component owns. With ``method="pairs"`` ``values`` is a symmetric (p, p)
+    matrix, and a component's direct path to the logit is split equally between its two entries with the constant. With
+    ``method="shapley"`` it is (p,). A model without norms needs nothing of a run.
     """
 
     values: Float[Tensor, "..."]
@@ -29,8 +30,8 @@ class Attribution(NamedTuple):
 @torch.no_grad()
 def attribute(
     model: "Transformer | Extracted",
-    tokens: Int[Tensor, " seq"],
-    target: int,
+    tokens: Int[Tensor, " seq"] | str,
+    target: int | str,
     method: Literal["pairs", "shapley"] = "pairs",
     *,
     layers: Sequence[int] | None = None,
@@ -39,9 +40,12 @@ def attribute(
 
     Each MLP of ``layers`` is expanded as the quadratic form of its input, whose parts are the writes of the components
     before it, so ``logit = direct + sum_pq f_p . Q f_q``. An MLP that is not expanded is a component with a direct path
-    only. Exact given the norms of this run.
+    only. Exact given the norms of this run, if the model has any.
+
+    Symmetries: R E P Q QR V L X H S.
 
     Args:
+        tokens, target: The prompt and one token: text, or ids.
         method: ``pairs`` gives every term of that sum, ``shapley`` the Shapley values of the components (baseline:
             nothing written), where the two components of a pair share its interaction equally.
         layers: MLPs to expand; by default all, or none for models whose MLPs are no polynomials.
@@ -51,7 +55,8 @@ def attribute(
     """
     net = model if isinstance(model, Extracted) else extract(model)
     check_choice("method", method, ("pairs", "shapley"))
-    _check(net, tokens, target, layers)
+    tokens, target = net.read_prompt("attribute", tokens), net.read_token("target", target)
+    _check_layers(net, layers)
     expanded = set(range(net.n_layer) if layers is None and net.config.mlp_is_form else layers or ())
     names, points = _components(net)
     run = record(net.model, tokens[None], [*points, *_norm_points(net)])
@@ -70,10 +75,10 @@ def attribute(
             parts[start : start + net.config.n_head] = _head_writes(net, layer, run)
         if net.config.mlp != "none":
             if layer in expanded:
-                inverse_norm = 1 / _scale(net, run, f"blocks.{layer}.ln2.hook_scale")
-                values += factor * layer_pairs(net.mlp[layer], read, parts * inverse_norm)
-                if net.mlp[layer].bias is not None:
-                    values[0, 0] += factor * (read @ net.mlp[layer].bias)
+                mlp, x = net.mlp[layer], parts / _scale(net, run, f"blocks.{layer}.ln2.hook_scale")
+                values += factor * layer_pairs(mlp.canonical(), read, x)
+                constant = mlp.shift() * x.sum(0).square().sum() + (0 if mlp.bias is None else mlp.bias)
+                values[0, 0] += factor * (read @ constant)
             parts[names.index(f"L{layer}.MLP")] = net.cast(run[f"blocks.{layer}.hook_mlp_out"])[0, -1]
     direct = parts @ read
     for layer in expanded:
@@ -125,8 +130,7 @@ def _norm_points(net: Extracted) -> list[str]:
     return [*final, *(f"blocks.{layer}.ln2.hook_scale" for layer in layers)]
 
 
-def _check(net: Extracted, tokens: Tensor, target: int, layers: Sequence[int] | None) -> None:
-    net.check_prompt("attribute", tokens, target=target)
+def _check_layers(net: Extracted, layers: Sequence[int] | None) -> None:
     for layer in layers or ():
         check_count("every one of layers", layer, 0, net.n_layer - 1)
         net.mlp[layer]  # raises with the reason when the MLP has no tensor

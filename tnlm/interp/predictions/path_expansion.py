@@ -26,8 +26,8 @@ class Paths(NamedTuple):
 @torch.no_grad()
 def paths(
     model: "Transformer | Extracted",
-    tokens: Int[Tensor, " seq"],
-    target: int,
+    tokens: Int[Tensor, " seq"] | str,
+    target: int | str,
     branches: Sequence[str],
     *,
     max_forwards: int = 1024,
@@ -40,22 +40,22 @@ def paths(
     the model's precision (use float64).
 
     Args:
+        tokens, target: The prompt and one token: text, or ids.
         branches: ``hook_embed`` (of the first block's input), ``blocks.l.hook_attn_out`` or ``blocks.l.hook_mlp_out``
             with the number of a layer for ``l``.
 
     Cost: ``prod(degree + 1)`` forwards; a branch's degree grows by a factor of 5 with every later attention and 2 with
     every later MLP, so choose branches of late layers, or few layers of small models.
 
+    Symmetries: R E P Q QR V N L X H.
+
     Raises:
         ValueError: A layer is no polynomial, a name is no branch, or more than ``max_forwards`` are needed.
     """
     net = model if isinstance(model, Extracted) else extract(model)
-    if not net.config.layers_polynomial:
-        raise ValueError(
-            f"paths need polynomial layers, got mlp={net.config.mlp!r}, attention={net.config.attention!r}; "
-            "explain takes every kind"
-        )
-    net.check_prompt("paths", tokens, target=target)
+    if reasons := net.config.why_not_polynomial("layers"):
+        raise ValueError(f"paths need polynomial layers, but {', '.join(reasons)}; explain takes every kind")
+    tokens, target = net.read_prompt("paths", tokens), net.read_token("target", target)
     if len(set(branches)) != len(branches):
         raise ValueError(f"branches must differ, got {list(branches)}")
     degrees = [_degree(net, branch) for branch in branches]
@@ -74,7 +74,7 @@ def paths(
 
     def logit(factors: Complex[Tensor, " branches"]) -> Complex[Tensor, ""]:
         edits = {branch: _scaled(factor) for branch, factor in zip(branches, factors.to(wide), strict=True)}
-        x0 = net.model.embedding(tokens[None])
+        x0 = net.model.embedding(tokens[None]).to(wide)  # all of it: later values are mixed with those of block 0
         if "hook_embed" in edits:
             x0 = edits.pop("hook_embed")(x0)
         with intervene(net.model, scales | edits):

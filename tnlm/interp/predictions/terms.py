@@ -1,6 +1,6 @@
-"""The terms whose sum is one logit, and what each of them adds to the residual stream at the last position."""
+"""The terms whose sum is one logit, and the edits of a run that take each of them out at the last position."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -11,20 +11,24 @@ from torch import Tensor
 from tnlm.interp.extraction import Extracted
 from tnlm.interp.layers.spectra import eig
 
+Edits = dict[str, Callable[[Tensor], Tensor | None]]
+"""By named point, the function that edits its value in place, or returns another."""
+
 
 class Row(NamedTuple):
     """One term of a logit. Fields that do not apply are None."""
 
-    kind: Literal["direct", "head", "mlp", "mlp_rest", "mlp_bias"]
+    kind: Literal["direct", "head", "mlp", "mlp_rest", "mlp_constant"]
     value: float
     """Its contribution to the logit (or to the difference of two), before the softcap."""
     layer: int | None = None
     head: int | None = None
     source: int | None = None
-    """Position of the token that the head reads."""
+    """Position of the token that the head reads, from 0."""
     component: int | None = None
-    """Rank of the eigenvalue by magnitude; None when the MLP is no polynomial, and so one row."""
+    """Rank of the eigenvalue by magnitude, from 0; None when the MLP is no quadratic form, and so one row."""
     eigenvalue: float | None = None
+    """Of the form by which the layer adds to the logit, so that ``value`` is ``eigenvalue * (v . x)**2``."""
 
     @property
     def label(self) -> str:
@@ -34,7 +38,7 @@ class Row(NamedTuple):
             return f"L{self.layer}.H{self.head} from {self.source}"
         if self.kind == "mlp":
             return f"L{self.layer}.MLP" + ("" if self.component is None else f" component {self.component}")
-        return f"L{self.layer}.MLP {'bias' if self.kind == 'mlp_bias' else 'other components'}"
+        return f"L{self.layer}.MLP {'constant' if self.kind == 'mlp_constant' else 'other components'}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,14 +70,21 @@ class HeadTerms:
             for source, value in enumerate(by_source):
                 yield Row("head", value, layer=self.layer, head=n, source=source)
 
-    def write(self, row: Row) -> Float[Tensor, " d_model"]:
-        """Write of a row into the residual stream at the last position."""
-        return self.w_o[:, row.head] @ self.weighted[row.source, row.head]
+    def removal(self, row: Row) -> Edits:
+        """The head does not read the row's source: that entry of its pattern is 0, the others stay."""
+
+        def edit(pattern: Tensor) -> None:
+            pattern[:, row.head, -1, row.source] = 0
+
+        return {f"blocks.{self.layer}.attn.hook_pattern": edit}
 
 
 @dataclass(frozen=True, eq=False)
 class ComponentTerms:
-    """The terms of one quadratic MLP: one for each listed eigen-component of ``read``, the others, and the bias."""
+    """The terms of one quadratic MLP: one for each listed eigen-component of ``read``, the others, and the constant.
+
+    On normed inputs the form is the traceless one; the constant holds the trace times ``|x|**2`` beside the bias.
+    """
 
     layer: int
     factor: float
@@ -81,12 +92,17 @@ class ComponentTerms:
     read: Float[Tensor, " d_model"]
     values: Float[Tensor, " d_model"]
     """Eigenvalues, by falling magnitude."""
+    vectors: Float[Tensor, "d_model d_model"]
+    """Eigenvectors, one per column."""
     parts: Float[Tensor, " d_model"]
     """``values[k] (vectors[:, k] . x)**2``."""
     listed: int | None
     """Components with a row of their own; None for all, without a row of the others."""
     out: Float[Tensor, " d_model"]
-    bias: Float[Tensor, " d_model"] | None
+    constant: Float[Tensor, " d_model"] | None
+    """Bias, and trace times ``|x|**2``; None for a layer that has neither."""
+    sphere: bool
+    """Inputs are of one length."""
 
     @classmethod
     def of_run(
@@ -96,10 +112,21 @@ class ComponentTerms:
         mlp, x = net.mlp[layer], run[f"blocks.{layer}.ln2.hook_normalized"][0, -1]
         spectrum = eig(mlp, read.to(mlp.dtype))
         values, vectors = spectrum.values.double(), spectrum.vectors.double()
-        parts = values * (x @ vectors).square()
-        out = run[f"blocks.{layer}.hook_mlp_out"][0, -1]
-        bias = None if mlp.bias is None else mlp.bias.double()
-        return cls(layer, float(net.write_factors[layer]), read, values, parts, listed, out, bias)
+        sphere, constant = mlp.domain == "sphere", None
+        if sphere or mlp.bias is not None:
+            constant = mlp.shift().double() * x.square().sum() + (0 if mlp.bias is None else mlp.bias.double())
+        return cls(
+            layer,
+            float(net.write_factors[layer]),
+            read,
+            values,
+            vectors,
+            values * (x @ vectors).square(),
+            listed,
+            run[f"blocks.{layer}.hook_mlp_out"][0, -1],
+            constant,
+            sphere,
+        )
 
     @property
     def n_listed(self) -> int:
@@ -108,8 +135,8 @@ class ComponentTerms:
     @property
     def rest(self) -> Tensor:
         """Sum of the components that are not listed: what is left of the layer's output, rounding included."""
-        bias = torch.zeros_like(self.out) if self.bias is None else self.bias
-        return self.read @ (self.out - bias) - self.parts[: self.n_listed].sum()
+        form = self.out if self.constant is None else self.out - self.constant
+        return self.read @ form - self.parts[: self.n_listed].sum()
 
     def rows(self) -> Iterator[Row]:
         for k in range(self.n_listed):
@@ -117,16 +144,31 @@ class ComponentTerms:
             yield Row("mlp", value, layer=self.layer, component=k, eigenvalue=eigenvalue)
         if self.listed is not None:
             yield Row("mlp_rest", float(self.factor * self.rest), layer=self.layer)
-        if self.bias is not None:
-            yield Row("mlp_bias", float(self.factor * (self.read @ self.bias)), layer=self.layer)
+        if self.constant is not None:
+            yield Row("mlp_constant", float(self.factor * (self.read @ self.constant)), layer=self.layer)
 
-    def write(self, row: Row) -> Float[Tensor, " d_model"]:
-        """Write of a row into the residual stream; of an eigen-component only its part along ``read`` is known."""
-        if row.kind == "mlp_bias":
-            assert self.bias is not None
-            return self.bias
-        towards = self.read / (self.read @ self.read).clamp_min(torch.finfo(self.read.dtype).tiny)
-        return (self.rest if row.component is None else self.parts[row.component]) * towards
+    def removal(self, row: Row) -> Edits:
+        """The layer does not read the row's eigenvectors: ``x - v (v . x)``, on the sphere again; or no constant."""
+        if row.kind == "mlp_constant":
+            return {f"blocks.{self.layer}.hook_mlp_out": self._drop_constant}
+        ranks = slice(self.n_listed, None) if row.component is None else [row.component]
+        v = self.vectors[:, ranks]
+
+        def edit(x: Tensor) -> None:
+            before = x[:, -1].double()
+            after = before - before @ v @ v.mT
+            if self.sphere:
+                length, left = (t.norm(dim=-1, keepdim=True) for t in (before, after))
+                # of an input along v nothing is left but the rounding of the eigenvectors, which are at least float32
+                lost = left <= len(v) * torch.finfo(torch.float32).eps * length
+                after = torch.where(lost, 0.0, after * length / torch.where(lost, 1.0, left))
+            x[:, -1] = after.to(x.dtype)
+
+        return {f"blocks.{self.layer}.ln2.hook_normalized": edit}
+
+    def _drop_constant(self, out: Tensor) -> None:
+        assert self.constant is not None
+        out[:, -1] -= self.constant.to(out.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,14 +176,17 @@ class WholeTerm:
     """One term that is not split: the direct path of the embedding, or an MLP that is no quadratic form."""
 
     row: Row
-    out: Float[Tensor, " d_model"]
 
     def rows(self) -> Iterator[Row]:
         yield self.row
 
-    def write(self, row: Row) -> Float[Tensor, " d_model"]:
-        """Write of the row into the residual stream at the last position."""
-        return self.out
+    def removal(self, row: Row) -> Edits:
+        """Nothing is written."""
+
+        def edit(x: Tensor) -> None:
+            x[:, -1] = 0
+
+        return {write_point(row): edit}
 
 
 Terms = HeadTerms | ComponentTerms | WholeTerm
@@ -154,7 +199,7 @@ def logit_terms(net: Extracted, run: dict[str, Tensor], read: Tensor, components
         components: Eigen-components with a row of their own per MLP; None for all.
     """
     x0 = run["hook_embed"][0, -1]
-    terms: list[Terms] = [WholeTerm(Row("direct", float(net.embed_factor.double() * (read @ x0))), x0)]
+    terms: list[Terms] = [WholeTerm(Row("direct", float(net.embed_factor.double() * (read @ x0))))]
     for layer in range(net.n_layer):
         if net.config.attention != "none":
             terms.append(HeadTerms.of_run(net, layer, run, read))
@@ -163,8 +208,15 @@ def logit_terms(net: Extracted, run: dict[str, Tensor], read: Tensor, components
         elif net.config.mlp != "none":
             out = run[f"blocks.{layer}.hook_mlp_out"][0, -1]
             value = float(float(net.write_factors[layer]) * (read @ out))
-            terms.append(WholeTerm(Row("mlp", value, layer=layer), out))
+            terms.append(WholeTerm(Row("mlp", value, layer=layer)))
     return terms
+
+
+def write_point(row: Row) -> str:
+    """Name of the point at which a row's part of the model writes into the residual stream."""
+    if row.layer is None:
+        return "hook_embed"
+    return f"blocks.{row.layer}.{'hook_attn_out' if row.kind == 'head' else 'hook_mlp_out'}"
 
 
 def term_points(net: Extracted) -> Iterator[str]:

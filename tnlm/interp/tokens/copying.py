@@ -1,4 +1,4 @@
-"""Copying in attention-only models, from the weights: tables over pairs of tokens, and scores with an exact null."""
+"""Copying by attention, from the weights: tables over pairs of tokens, and scores with an exact null."""
 
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from tnlm.interp.checks import check_count, check_real, check_tensor, check_view
 from tnlm.interp.extraction import Extracted
 from tnlm.interp.layers.heads import BilinearHead
+from tnlm.interp.tokens.tables import copied_values, normed
 
 
 class Match(NamedTuple):
@@ -20,13 +21,17 @@ class Match(NamedTuple):
     """Mean of the whole table, which is the mean of the diagonal averaged over all permutations of the columns."""
     z: float
     """``value - null`` in standard deviations over permutations; at most ``n - 1``, reached by the identity."""
+    effect: float
+    """``value - null`` in standard deviations of one entry, ``z / sqrt(n - 1)``: unlike ``z`` it does not grow with the
+    number of tokens that behave alike. Entries are of the table centred by rows and columns."""
 
 
 def match(table: Float[Tensor, "n n"]) -> Match:
     """Score of the diagonal of a table of token pairs against all permutations of its columns, exact.
 
     ``sum_i table[i, p(i)]`` over uniform permutations ``p`` has variance ``sum d**2 / (n - 1)``, ``d`` the table
-    centred by rows and columns. A table without structure (``d = 0``) has z = 0.
+    centred by rows and columns. A table without structure (``d = 0``) has z = 0. With ``z``, the evidence, comes the
+    effect size.
 
     Raises:
         ValueError: The table is not square, has fewer than 2 tokens, or is not finite.
@@ -42,7 +47,8 @@ def match(table: Float[Tensor, "n n"]) -> Match:
     deviation = float((centred.square().sum() / (n - 1)).sqrt())
     value, null = float(wide.diagonal().mean()), float(wide.mean())
     noise = torch.finfo(table.dtype).eps * float(wide.abs().max()) * n
-    return Match(value, null, n * (value - null) / deviation if deviation > noise else 0.0)
+    z = n * (value - null) / deviation if deviation > noise else 0.0
+    return Match(value, null, z, z / (n - 1) ** 0.5)
 
 
 def pattern_table(
@@ -51,6 +57,8 @@ def pattern_table(
     """Pattern of every query input looking at every key input ``distance`` positions back: ``n_q n_k`` numbers.
 
     For a few keys of each token in large vocabularies use :meth:`BilinearHead.token_scores`, which is blockwise.
+
+    Symmetries: R E P U Q QR V L X H S.
 
     Raises:
         ValueError: The pattern is not polynomial, or shapes do not fit.
@@ -63,22 +71,32 @@ def pattern_table(
     return first * second / head.d_qk**2
 
 
+@torch.no_grad()
 def copy_table(
     net: Extracted, layer: int, head: int, inputs: Float[Tensor, "d_vocab d_model"]
 ) -> Float[Tensor, "d_vocab d_vocab"]:
     """Logit of token ``i`` (row) when a head reads ``inputs[j]`` (column) with pattern 1, on the direct path out.
 
-    A head copies when the diagonal stands out (:func:`match`) with the sign of its pattern. Needs a model without
-    norms, where logits are linear in what a head writes; ``d_vocab**2`` numbers.
+    A head copies when the diagonal stands out (:func:`match`, which no centring changes) with the sign of its pattern.
+    Of all ids, padding included, as they are numbered; ``d_vocab**2`` numbers.
+
+    Args:
+        inputs: Rows of the residual stream at the layer, ``j`` where the token is ``j``; the layer's norm is applied
+            where there is one. ``net.x0`` for bare tokens. With a value residual block 0 reads the bare token.
+
+    Returns:
+        As :func:`path_table`: with the factor of later layers, without that of the final norm.
+
+    Symmetries: R E Q QR V L H S.
 
     Raises:
-        ValueError: The model has norms, or shapes do not fit.
+        ValueError: Shapes do not fit.
     """
     check_view(net, "config", "attention", "unembed", "write_factors")
-    _require_no_norm(net, "copy_table")
     check_count("layer", layer, 0, len(net.attention) - 1)
     check_tensor("inputs", inputs, (len(net.unembed), net.unembed.shape[1]), net.unembed)
-    return net.write_factors[layer] * (net.unembed @ (net.attention[layer].head(head).ov() @ inputs.mT))
+    written = copied_values(net, layer, head, normed(net, inputs), torch.arange(len(inputs)))
+    return (net.unembed @ written.left) @ written.right
 
 
 def follower_entries(tokens: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq seq"]:
@@ -111,6 +129,7 @@ def equal_part(entries: Bool[Tensor, "batch seq seq"], seed: int = 0) -> Bool[Te
     return order < wanted
 
 
+@torch.no_grad()
 def cycle_votes(net: Extracted, period: int, position: int, *, clock: bool = True) -> Float[Tensor, " period"]:
     """Logits of two attention layers on ``a b c a b c ...``, predicted from the weights as averages over tokens.
 
@@ -119,13 +138,16 @@ def cycle_votes(net: Extracted, period: int, position: int, *, clock: bool = Tru
     token itself, ``r = period - 1`` the one that comes next. The reading is: layer 0 looks at equal tokens alone, so it
     turns ``E[t]`` at position ``i`` into ``E[t] + c W[t]``, ``W = OV E``, where ``c = sum_k a(k period)`` adds its
     pattern ``a`` at the distances where the token came before: ``c`` tells the period, a clock. Both layers are
-    averaged over tokens (equal and different ones apart). Approximate: no data is used, and tokens differ.
+    averaged over tokens (equal and different ones apart). Approximate: no data is used, and tokens differ. In models
+    with norms each layer reads its normed input, and the factor of the final norm is not included.
 
     Args:
-        net: Two layers of one head with polynomial pattern; no MLP, norm, mixing or biases.
+        net: Two layers of one head with polynomial pattern; no MLP, mixing or biases.
         period: Distinct tokens in the cycle, at least 2.
         position: Of the query, from 0; at least ``period``, so that every token of the cycle came before.
         clock: False leaves layer 0 out (``c = 0``): what layer 1 does by distance alone.
+
+    Symmetries: R E P U Q QR V H S.
 
     Raises:
         ValueError: Another architecture, or numbers out of range. Costs ``position`` tables of ``d_vocab**2``.
@@ -138,30 +160,23 @@ def cycle_votes(net: Extracted, period: int, position: int, *, clock: bool = Tru
             "cycle_votes reads two layers of one head and nothing else (mlp='none', no x0_mixing, value_residual or "
             f"qk_bias), got n_layer={config.n_layer}, n_head={config.n_head}, mlp={config.mlp!r}"
         )
-    _require_no_norm(net, "cycle_votes")
     check_count("period", period, 2)
     check_count("position", position, period, config.n_ctx - 1)
     first, second = (net.attention[layer].head(0) for layer in (0, 1))
     x = net.x0[: len(net.tokens)]
-    written = (first.ov() @ x.mT).mT
+    bare = normed(net, x)
+    written = (first.ov() @ bare.mT).mT
     # how far layer 0 has moved a token that came back every period: one number for each earlier position
-    equal = torch.stack([pattern_table(first, x, x, k).diagonal().mean() for k in range(0, position + 1, period)])
+    equal = torch.stack([pattern_table(first, bare, bare, k).diagonal().mean() for k in range(0, position + 1, period)])
     counts = torch.arange(position + 1, device=x.device) // period
     moved = equal.cumsum(0)[counts] * float(clock)
     off = ~torch.eye(len(x), dtype=torch.bool, device=x.device)
     votes = x.new_zeros(period)
     for key in range(position + 1):
         distance = position - key
-        table = pattern_table(second, x + moved[position] * written, x + moved[key] * written, distance)
+        query, read = (normed(net, x + moved[at] * written) for at in (position, key))
+        table = pattern_table(second, query, read, distance)
         votes[distance % period] += table[off].mean() if distance % period else table.diagonal().mean()
     copied = match(copy_table(net, 1, 0, net.x0)[: len(x), : len(x)])
     # the null includes the diagonal: the mean over other tokens alone is n / (n - 1) times as far from it
     return votes * (copied.value - copied.null) * len(x) / (len(x) - 1)
-
-
-def _require_no_norm(net: Extracted, what: str) -> None:
-    if net.config.norm != "none" or net.config.qk_norm:
-        raise ValueError(
-            f"{what} needs a model without norms, got norm={net.config.norm!r}, qk_norm={net.config.qk_norm}: "
-            "their scales are of a run, not of the weights"
-        )

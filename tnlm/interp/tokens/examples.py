@@ -52,6 +52,8 @@ def top_examples(
     ``d_model`` (what an RMS norm gives); their maximiser may be far from anything text produces. Norm-free models have
     no such bound: their range is that of ``|x|`` in the text.
 
+    Symmetries: R E P U Q QR V N L H.
+
     Raises:
         ValueError: Shapes that do not fit, a layer without tensor, or ids out of range.
     """

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tnlm.interp.checks import check_count, check_tensor, check_view
@@ -11,6 +12,7 @@ from tnlm.interp.extraction import Extracted
 from tnlm.interp.layers.bilinear import BilinearTensor
 from tnlm.interp.layers.lowrank import LowRank
 from tnlm.interp.ranking import Pair, as_table, rank_pairs, token_ids
+from tnlm.interp.vocabulary import parallel_groups
 
 
 def top_tokens(
@@ -67,47 +69,108 @@ def path_table(
     by: Literal["source", "all"] = "source",
     which: Literal["max", "min", "abs"] = "max",
     keep_self: bool = False,
+    weights: Float[Tensor, " d_vocab_used"] | None = None,
 ) -> Any:
-    """Largest contributions of a source token, alone in the residual stream, to a target's logit through one path.
+    """Largest contributions of a source token, alone in the residual stream, to a target's centred logit by one path.
 
-    - ``path=n``, a head: ``W_U O V x0(t)``, what it moves when it attends with weight 1 (its own layer's circuit);
-    - ``path="mlp"``: ``W_U D (L x0(t) * R x0(t))``;
+    - ``path=n``, a head: ``W_U O V x(t)``, what it moves when it attends with weight 1, with a value residual the sum
+      of both values: its own, and that of block 0;
+    - ``path="mlp"``: ``W_U D (L x(t) * R x(t))``, on normed inputs of the traceless form;
     - ``path="direct"``: ``W_U x0(t)`` (``layer`` is ignored).
 
-    ``x0`` is the normed embedding. Exact at layer 0 up to the factor of the final norm; in later layers it is what the
-    part would do if it read the embedding alone. The factor by which later layers scale the write is included, that of
-    the final norm is not. Padding tokens are left out.
+    ``x(t)`` is what the layer reads of a residual stream that holds the token's embedding alone. ``W_U`` is centred:
+    without the mean over tokens, which moves all logits alike; before a softcap that is a convention. Exact at layer 0
+    up to the factor of the final norm; in later layers it is what the part would do if it read the embedding alone. The
+    factor by which later layers scale the write is included, that of the final norm is not.
+
+    Tokens that are ranked are those of :func:`distinct_tokens`: no padding, none of weight 0, and one of each group
+    whose rows of ``W_U`` are parallel, as those of tokens that never occur are.
+
+    Args:
+        weights: How often each token occurs, such as counts; uniform by default. Those of weight 0 are left out, and
+            the mean that is subtracted is weighted.
 
     Returns:
         DataFrame (list of `Pair` without pandas) with columns source, target, value.
 
-    Cost: ``2 V**2 d_head`` flop for a head, ``2 V**2 d_model`` for the others; a block of columns at a time.
+    Cost: ``2 V**2 d_head`` flop for a head, ``2 V**2 d_model`` for the others and for the search of parallel rows; a
+    block of columns at a time.
+
+    Symmetries: R E P U Q QR V L H S.
 
     Raises:
-        ValueError: No such layer, head or path, or a part that has no tensor.
+        ValueError: No such layer, head or path, a part that has no tensor, or weights that do not fit.
     """
     check_view(net, "mlp", "attention", "unembed", "tokens", "x0")
     if path != "direct":
         check_count("layer", layer, 0, net.n_layer - 1)
-    ids = token_ids(torch.arange(len(net.tokens)), net.config.d_vocab, net.unembed.device)
-    columns = _path_columns(net, layer, path, ids)
+    ids = distinct_tokens(net, weights)
+    columns = _path_columns(net, layer, path, net.unembed_centred(weights)[ids])
     return as_table(Pair, *rank_pairs(columns, ids, top, by=by, which=which, keep_self=keep_self))
 
 
+def distinct_tokens(
+    net: Extracted, weights: Float[Tensor, " d_vocab_used"] | None = None, cosine: float = 0.999
+) -> Int[Tensor, " n"]:
+    """Ids of the tokens worth ranking: of weight above 0, and the first of each group of parallel unembedding rows.
+
+    Padding is left out. The rows are centred; two are parallel from ``cosine`` on. Costs ``2 V**2 d_model`` flop.
+
+    Symmetries: R E P U Q QR V N L X H S.
+    """
+    rows = net.unembed_centred(weights)
+    ids = torch.arange(len(rows), device=rows.device)
+    if weights is not None:
+        ids = ids[weights.to(rows.device) > 0]
+    return ids[parallel_groups(rows[ids], cosine).unique()]
+
+
+def bare_inputs(net: Extracted, layer: int) -> Float[Tensor, "d_vocab d_model"]:
+    """What a layer reads of a residual stream that holds the token's embedding alone: normed in models with norms."""
+    factor = net.x0.new_ones(())
+    for lambda0, lambda1 in zip(net.scalars.lambda0[: layer + 1], net.scalars.lambda1[: layer + 1], strict=True):
+        factor = lambda0 * factor + lambda1
+    return normed(net, factor * net.x0)
+
+
+def normed(net: Extracted, x: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_model"]:
+    """Rows of the residual stream after the norm of a layer, as they are in models without norms."""
+    if net.config.norm == "none":
+        return x
+    return x / (x.square().mean(-1, keepdim=True) + net.config.norm_eps).sqrt()
+
+
+def copied_values(
+    net: Extracted, layer: int, head: int, inputs: Float[Tensor, "n d_model"], ids: Int[Tensor, " n"]
+) -> LowRank:
+    """What a head writes into the final residual stream for each input that it reads with weight 1: ``(d_model, n)``.
+
+    Args:
+        inputs: Normed inputs of the layer at the positions of the tokens ``ids``; block 0, whose value a value residual
+            adds, reads the embedding of these tokens.
+    """
+    circuit, first = net.attention[layer].head(head), net.config.value_residual and layer > 0
+    paths = [(circuit.ov("layer"), inputs)]
+    if first:
+        paths.append((circuit.ov("first"), bare_inputs(net, 0)[ids]))
+    lift = net.config.qk_bias  # maps of (1, x)
+    values = [ov.right @ (torch.cat([torch.ones_like(x[:, :1]), x], 1) if lift else x).mT for ov, x in paths]
+    left = torch.cat([ov.left for ov, _ in paths], 1)
+    return LowRank(left * net.write_factors[layer], torch.cat(values))
+
+
 def _path_columns(
-    net: Extracted, layer: int, path: int | Literal["mlp", "direct"], ids: Tensor
+    net: Extracted, layer: int, path: int | Literal["mlp", "direct"], targets: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """Function that computes the columns of a block of source tokens, one row per target in ``ids``."""
-    x0, w_u = net.x0, net.unembed
+    """Function that computes the columns of a block of source tokens, one row per row of ``targets``."""
     if isinstance(path, int):
-        ov = net.attention[layer].head(path).ov("layer")
-        inputs = torch.cat([torch.ones_like(x0[:, :1]), x0], 1) if net.config.qk_bias else x0
-        matrix = LowRank(w_u @ ov.left * net.write_factors[layer], ov.right @ inputs.mT)
-        return lambda block: matrix.left[ids] @ matrix.right[:, block]
+        written = copied_values(net, layer, path, bare_inputs(net, layer), torch.arange(len(net.x0)))
+        left = targets @ written.left
+        return lambda block: left @ written.right[:, block]
     if path == "mlp":
-        mlp, factor = net.mlp[layer], net.write_factors[layer]
-        quadratic = BilinearTensor(mlp.w_l, mlp.w_r, mlp.w_d)
-        return lambda block: factor * w_u[ids] @ quadratic(x0[block]).mT
+        form, x, factor = net.mlp[layer].canonical(), bare_inputs(net, layer), net.write_factors[layer]
+        quadratic = BilinearTensor(form.w_l, form.w_r, form.w_d)
+        return lambda block: factor * targets @ quadratic(x[block]).mT
     if path == "direct":
-        return lambda block: net.embed_factor * w_u[ids] @ x0[block].mT
+        return lambda block: net.embed_factor * targets @ net.x0[block].mT
     raise ValueError(f'path must be a head number, "mlp" or "direct", got {path!r}')

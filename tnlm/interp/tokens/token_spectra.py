@@ -21,10 +21,11 @@ from tnlm.interp.checks import (
 from tnlm.interp.layers.bilinear import BilinearTensor
 from tnlm.interp.layers.eigensolver import Eig, Which
 from tnlm.interp.layers.rounding import form_error, round_down, round_up, squared_norm_error
-from tnlm.interp.layers.spectra import DENSE_WIDTH, eig, form_norms, krylov, squared_norms
+from tnlm.interp.layers.spectra import eig, form_norms, iteration_pays, krylov, squared_norms
 from tnlm.interp.layers.statistics import trace_bounds
 from tnlm.interp.ranking import token_ids
 from tnlm.interp.tokens.block_store import BlockStore
+from tnlm.interp.vocabulary import centred
 from tnlm.output.progress import track
 
 
@@ -34,18 +35,18 @@ class VocabNet(Protocol):
 
     mlp: Sequence[BilinearTensor]
     unembed: Tensor  # (d_vocab, d_model)
-    tokens: Any  # ids that are not padding: range, list or integer tensor
+    tokens: range  # ids in use, from 0; the rows behind them are padding
 
 
 class VocabMoments(NamedTuple):
-    """Trace and Frobenius norm of every token's form ``Q_t``, ``(d_vocab,)`` each, indexed by token id."""
+    """Mean of what the layer adds to every token's logit, and Frobenius norm of its form: ``(d_vocab_used,)`` each."""
 
-    trace: Tensor
+    mean: Tensor
     frobenius: Tensor
 
 
 class VocabBounds(NamedTuple):
-    """``low <= lam_min`` and ``lam_max <= high`` for every token's form, ``(d_vocab,)`` each."""
+    """``low <= lam_min`` and ``lam_max <= high`` for every token's form, ``(d_vocab_used,)`` each."""
 
     low: Tensor
     high: Tensor
@@ -60,30 +61,38 @@ def vocab_eigs(
     progress: bool = True,
     *,
     which: Which = "abs",
-    center: bool = False,
+    center: bool = True,
+    weights: Tensor | None = None,
     folder: str | os.PathLike | None = None,
     block: int = 256,
     max_steps: int = 192,
     seed: int = 0,
     max_bytes: int = 2**31,
 ) -> Eig:
-    """Extreme eigenpairs of one layer for many tokens, one form ``Q_t`` per token.
+    """Extreme eigenpairs of one layer for many tokens, one form ``Q_t`` per token, as `eig` has them.
 
-    The layer adds ``sum_k values[k] (vectors[:, k] . x)**2`` to ``logit_t``.
-    Up to width 512 by dense eigendecomposition, exact. Above, batched Lanczos on the factors: approximate, with a
-    residual for every pair and in ``unfound`` a bound on every eigenvalue that is not listed.
+    All pairs together are what the layer adds to the centred ``logit_t`` beyond its mean over ``|x|**2 == d_model``
+    (that of `vocab_moments`). Exact by dense eigendecomposition where that is cheaper (`iteration_pays`: widths up to
+    512, few tokens, many pairs). Else batched Lanczos on the factors: approximate, with a residual for every pair and
+    in ``unfound`` a bound on every eigenvalue that is not listed.
+
+    Rows of the unembedding that are parallel, as those of tokens that never occur, have one spectrum up to scale: pass
+    ``net.parallel_tokens().unique()`` for one token of each group.
 
     Args:
         tokens: Ids, in the order of the result; all but padding by default.
         tol: Residual relative to the largest ``|value|`` at which a token is done.
         center: Subtract from the unembedding its mean over ``net.tokens``: a shift common to all tokens, which softmax
-            does not see.
+            does not see; before a softcap a convention.
+        weights: Of the tokens in that mean, such as their counts; uniform by default.
         folder: Keeps every finished block of ``block`` tokens, and continues from those found there. A block of other
             weights or settings is an error.
         max_steps: Steps after which a token's current pairs are returned, converged or not; ``residuals`` tells.
 
     Returns:
         `Eig` with one row per token. Process time on 50,304 tokens: see benchmarks/results.
+
+    Symmetries: R E P U Q QR V N L H S.
 
     Raises:
         ValueError: Bad ids, a layer that is no tensor, a result over ``max_bytes``, a folder of another computation.
@@ -92,10 +101,11 @@ def vocab_eigs(
     check_count("k", k, 1, b.d_in)
     check_count("block", block, 1)
     check_number("tol", tol, 0, above=True)
-    ids = token_ids(net.tokens if tokens is None else tokens, len(net.unembed), net.unembed.device)
+    ids = token_ids(tokens, len(net.tokens), net.unembed.device)
     check_bytes("the eigenvectors", (len(ids), b.d_in, k), b.dtype, max_bytes, "pass tokens= or a smaller k")
-    directions = _directions(net, center)[ids]
-    settings: dict[str, Any] = {"layer": layer, "k": k, "tol": tol, "which": which}
+    directions = _directions(net, center, weights)[ids]
+    dense = not iteration_pays(b.d_in, len(ids), k)
+    settings: dict[str, Any] = {"layer": layer, "domain": b.domain, "k": k, "tol": tol, "which": which}
     settings |= {"max_steps": max_steps, "seed": seed, "block": block}
     store = None if folder is None else BlockStore(Path(folder), settings, (b.w_l, b.w_r, b.w_d, directions))
     norms2: Tensor | None = None
@@ -103,7 +113,7 @@ def vocab_eigs(
     def compute(start: int) -> Eig:
         nonlocal norms2
         rows = directions[start : start + block]
-        if b.d_in <= DENSE_WIDTH:
+        if dense:
             return eig(b, rows, k, which, "full")
         if norms2 is None:  # of all tokens at once: one Gram; not needed when every block is on disk
             norms2 = squared_norms(b, directions)
@@ -124,40 +134,64 @@ def vocab_eigs(
 
 
 def vocab_moments(
-    net: VocabNet, layer: int, *, center: bool = False, gram: Tensor | None = None, block: int = 4096
+    net: VocabNet,
+    layer: int,
+    *,
+    center: bool = True,
+    weights: Tensor | None = None,
+    gram: Tensor | None = None,
+    block: int = 4096,
 ) -> VocabMoments:
-    """Trace and Frobenius norm of every token's form, exact.
+    """Mean over inputs of what the layer adds to every token's logit, and Frobenius norm of the token's form; exact.
 
-    From the traces and the output Gram of the layer: ``tr Q_t = w_u[t] . m`` and ``||Q_t||_F**2 = w_u[t] G_out
-    w_u[t]^T``. Costs ``2 V d_out**2`` flop after the Gram. Padding tokens are included, so that the index is the token
-    id; leave them out of rankings.
+    The mean over ``|x|**2 == d_in`` (and over ``N(0, 1)``) is ``w_u[t] . (traces + bias)``. The norm is of ``Q_t``:
+    ``sqrt(w_u[t] G_out w_u[t]^T)``, on the sphere of its traceless part, and ``sqrt(2 d / (d + 2))`` of it there is the
+    standard deviation of what is added. Costs ``2 V d_out**2`` flop after the Gram. Parallel rows, see `vocab_eigs`,
+    are all listed.
 
     Args:
+        center, weights: As for `vocab_eigs`.
         gram: ``net.mlp[layer].gram("out")``, if it has been computed before.
+
+    Symmetries: R E P U Q QR V N L H S.
     """
     b = _layer(net, layer)
     check_count("block", block, 1)
-    return _moments(b, _directions(net, center), gram, block)
+    directions = _directions(net, center, weights)
+    norms = _norms(b, directions, gram, block)
+    constant = b.traces() if b.bias is None else b.traces() + b.bias
+    means = directions @ constant
+    check_computed("the moments", means, norms)
+    return VocabMoments(means, norms)
 
 
-def vocab_bounds(net: VocabNet, layer: int, *, center: bool = False, gram: Tensor | None = None) -> VocabBounds:
+def vocab_bounds(
+    net: VocabNet, layer: int, *, center: bool = True, weights: Tensor | None = None, gram: Tensor | None = None
+) -> VocabBounds:
     """Certified bounds on every token's spectrum from its trace and Frobenius norm, without computing eigenvalues.
 
-    On ``|x|**2 = r`` the layer adds between ``r low`` and ``r high`` to ``logit_t`` (plus the bias, times the factors
-    of later layers and of the final norm). `trace_bounds` also gives the bounds from the other side.
+    On ``|x|**2 = d_in`` the layer adds between ``d_in low`` and ``d_in high`` to ``logit_t`` (times the factors of
+    later layers and of the final norm), plus the bias, and for ``domain="sphere"`` plus the trace: together the mean of
+    `vocab_moments`. `trace_bounds` also gives the bounds from the other side.
 
     Certified for the directions as they are: every rounding is allowed for (docs/mathematics.md) and the ends are
     rounded outwards. The Gram is computed in float64. A Gram that is passed is assumed to carry the rounding of its
     dtype; in float32 the allowance for it may be larger than the spectrum.
+
+    Args:
+        center, weights: As for `vocab_eigs`.
+
+    Symmetries: R E P U Q QR V N L H S.
     """
     b = _layer(net, layer)
     dtype = torch.float64 if gram is None else b.dtype
-    directions = _directions(net, center)
+    directions = _directions(net, center, weights)
     if gram is not None:
         check_tensor("gram", gram, (b.d_out, b.d_out), b.w_l)
-    trace, frobenius = _moments(b.to(torch.float64), directions.double(), None if gram is None else gram.double())
+    wide, rows = b.to(torch.float64), directions.double()
+    frobenius = _norms(wide, rows, None if gram is None else gram.double())
     brackets = trace_bounds(
-        trace,
+        rows @ (wide.traces() - wide.shift() * b.d_in),
         frobenius,
         b.d_in,
         trace_error=form_error(b, directions, torch.float64),
@@ -168,15 +202,14 @@ def vocab_bounds(net: VocabNet, layer: int, *, center: bool = False, gram: Tenso
     return VocabBounds(low, high)
 
 
-def _moments(b: BilinearTensor, directions: Tensor, gram: Tensor | None, block: int = 4096) -> VocabMoments:
-    if gram is None:
-        gram = b.gram("out")
+def _norms(b: BilinearTensor, directions: Tensor, gram: Tensor | None, block: int = 4096) -> Tensor:
+    """Frobenius norm of every row's form, without the shift."""
+    gram = b.gram("out") if gram is None else gram
     check_tensor("gram", gram, (b.d_out, b.d_out), b.w_l)
     check_symmetric("gram", gram)
-    norms = torch.cat([form_norms(rows, gram) for rows in directions.split(block)]).to(b.dtype)
-    traces = directions @ b.traces()
-    check_computed("the moments", traces, norms)
-    return VocabMoments(traces, norms)
+    shift = b.shift()
+    gram = gram - b.d_in * torch.outer(shift, shift)
+    return torch.cat([form_norms(rows, gram) for rows in directions.split(block)]).to(b.dtype)
 
 
 def _layer(net: VocabNet, layer: int) -> BilinearTensor:
@@ -189,8 +222,7 @@ def _layer(net: VocabNet, layer: int) -> BilinearTensor:
     return b
 
 
-def _directions(net: VocabNet, center: bool) -> Tensor:
-    """Rows of the unembedding, minus their mean over the tokens (not over the width) when centred."""
-    if not center:
-        return net.unembed
-    return net.unembed - net.unembed[token_ids(net.tokens, len(net.unembed), net.unembed.device)].mean(0)
+def _directions(net: VocabNet, center: bool, weights: Tensor | None) -> Tensor:
+    """Rows of the unembedding of the ids in use, minus their mean over the tokens (not over the width) when centred."""
+    rows = net.unembed[: len(net.tokens)]
+    return centred(rows, weights) if center else rows

@@ -74,13 +74,14 @@ def eigenvectors(
 
 
 def interaction(q: Tensor, *, labels: Sequence[str] | None = None, title: str = "Interaction matrix") -> go.Figure:
-    """Heatmap of one symmetric form, or of it between named features: (n, n)."""
+    """Heatmap of one symmetric form between coordinates, which depends on their basis, or named features: (n, n)."""
     m = _array("q", q, 2)
     if labels is not None and m.shape != (len(labels), len(labels)):
         raise ValueError(f"labels must name both axes of q, got {len(labels)} labels for shape {m.shape}")
     axis = None if labels is None else _unique(labels)
     heat = _heatmap(m, x=axis, y=axis)
-    figure = _styled(go.Figure(heat), title, "exact: of the symmetric part of the weights", x="input", y="input")
+    basis = "depends on the basis of the input" if labels is None else "of the symmetric part of the weights"
+    figure = _styled(go.Figure(heat), title, f"exact: {basis}", x="input", y="input")
     return figure.update_yaxes(autorange="reversed")
 
 
@@ -127,7 +128,8 @@ def attention(
             last = n == 0 and column == len(maps)
             figure.add_trace(_heatmap(blank, x=axis, y=axis, limit=limit, showscale=last), row=n + 1, col=column)
     figure = _styled(figure, title, "of this run; rows are not normalised; range shared per column")
-    figure.update_yaxes(autorange="reversed").update_yaxes(automargin=True, col=1)
+    figure.update_yaxes(autorange="reversed").update_yaxes(automargin=True, title="query", col=1)
+    figure.update_xaxes(title="key", row=max(n_head, 1))
     return figure.update_layout(height=170 + 240 * max(n_head, 1), margin_t=110)  # head titles under the subtitle
 
 
@@ -174,19 +176,26 @@ def logit_lens(
 
 
 def explanation(e: "Explanation", *, top: int = 20) -> go.Figure:
-    """The ``top`` rows of an explanation as signed bars, and the sum of all others."""
+    """The ``top`` rows of an explanation as signed bars, and the sum of all others; hovering shows their shares."""
     rows = list(e.rows[:top])
     labels = _unique([e.label(r) for r in rows])
     values = [r.value for r in rows]
+    notes = [f"{e.share(r):+.1%} of the absolute sum" for r in rows]
     if len(e) > top:
         labels.append(f"{len(e) - top} other rows")
         values.append(sum(r.value for r in e.rows[top:]))
-    bars = go.Bar(y=labels, x=values, orientation="h", marker_color=_signs(np.array(values)))
-    figure = _styled(
-        go.Figure(bars), f"{e.title}: {e.logit:+.3f}", "exact given the norms of this run; before the softcap"
+        notes.append("sum of these rows")
+    bars = go.Bar(
+        y=labels,
+        x=values,
+        orientation="h",
+        marker_color=_signs(np.array(values)),
+        customdata=notes,
+        hovertemplate="%{y}: %{x:.4g}, %{customdata}<extra></extra>",
     )
+    figure = _styled(go.Figure(bars), f"{e.title}: {e.logit:+.3f}", e.summary, x="added to the logit")
     figure.update_yaxes(autorange="reversed", automargin=True)
-    return figure.update_layout(height=140 + 22 * len(labels))
+    return figure.update_layout(height=160 + 22 * len(labels))
 
 
 def similarity(matrix: Tensor, *, rows: Sequence[str], columns: Sequence[str], title: str = "Similarity") -> go.Figure:
@@ -217,7 +226,10 @@ def truncation(
 
 
 def lambdas(net: "Extracted", *, title: str = "Mixing scalars by layer") -> go.Figure:
-    """``lambda0`` (residual), ``lambda1`` (embedding) and the value mix of every layer."""
+    """``lambda0`` (residual), ``lambda1`` (embedding) and the value mix of every layer, which depend on its scale.
+
+    A scale can move from one layer's scalars and writes to another's without a change of any logit.
+    """
     layers, step = list(range(net.n_layer)), 1 + net.n_layer // 20
     figure = go.Figure()
     scalars = {
@@ -227,23 +239,26 @@ def lambdas(net: "Extracted", *, title: str = "Mixing scalars by layer") -> go.F
     }
     for name, values in scalars.items():
         figure.add_scatter(x=layers, y=_array(name, values, 1), name=name, mode="lines+markers")
-    return _styled(figure, title, "exact: read from the weights", x="layer", y="factor").update_xaxes(
-        tick0=0, dtick=step
-    )
+    return _styled(
+        figure, title, "exact: read from the weights; depends on the scale of each layer", x="layer", y="factor"
+    ).update_xaxes(tick0=0, dtick=step)
 
 
 def lines(
-    curves: Mapping[str, tuple[Sequence[float | int], Sequence[float | int]]],
+    curves: Mapping[str, tuple[Tensor | Sequence[float | int], Tensor | Sequence[float | int]]],
     *,
     title: str,
     x: str,
     y: str,
     subtitle: str = "",
 ) -> go.Figure:
-    """Named lines, each a pair of x and y values."""
+    """Named lines, each a pair of x and y values: numbers or tensors of one axis, of equal length."""
     figure = go.Figure()
     for name, (xs, ys) in curves.items():
-        figure.add_scatter(x=list(xs), y=list(ys), name=name, mode="lines+markers")
+        across, up = _array(f"x of {name!r}", xs, 1), _array(f"y of {name!r}", ys, 1)
+        if len(across) != len(up):
+            raise ValueError(f"the line {name!r} must have as many x as y values, got {len(across)} and {len(up)}")
+        figure.add_scatter(x=across.tolist(), y=up.tolist(), name=name, mode="lines+markers")
     return _styled(figure, title, subtitle, x=x, y=y)
 
 

@@ -5,21 +5,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tnlm.config import POLYNOMIAL_ATTENTIONS
 from tnlm.interp.checks import check_count
 from tnlm.interp.extraction import Extracted, extract
-from tnlm.interp.layers.bilinear import BilinearTensor
 from tnlm.interp.layers.decompositions import hosvd
 from tnlm.interp.layers.eigensolver import Eig
+from tnlm.interp.layers.lowrank import LowRank
 from tnlm.interp.layers.spectra import eig
 from tnlm.interp.predictions.ablation import delta_ce, with_mlp
 from tnlm.interp.predictions.explanation import explain
 from tnlm.interp.ranking import Pair
-from tnlm.interp.tokens.tables import path_table
+from tnlm.interp.tokens.tables import bare_inputs, copied_values, distinct_tokens, path_table
 from tnlm.interp.views import plot
+from tnlm.interp.vocabulary import token_weights
 from tnlm.output.page import Page
 from tnlm.output.progress import track
 from tnlm.points import record
@@ -38,19 +38,25 @@ def report(
     *,
     tokens: Int[Tensor, "rows seq_plus_1"],
     tokenizer: "Tokenizer | None" = None,
-    target: int | None = None,
+    target: int | str | None = None,
+    weights: Float[Tensor, " d_vocab_used"] | None = None,
     top: int = 8,
     progress: bool = True,
 ) -> Path:
     """Write a report of the model as one HTML file that needs no network, and return its path.
 
-    Parameters and their polynomial share, the error of the extracted tensors against the forward, mixing scalars,
-    spectra of one token's direction in every layer and its leading eigenvectors as tokens, heads, what truncating a
-    layer costs on ``tokens``, and one explained logit with ablations.
+    Parameters by part, the error of the extracted tensors against the forward, mixing scalars, spectra of one token's
+    direction in every layer and its leading eigenvectors as tokens, heads, what truncating a layer costs on ``tokens``,
+    and one explained logit with ablations.
+
+    Tables over the vocabulary hold tokens of the text alone, and the unembedding is centred: without its mean over the
+    tokens of the text, weighted by how often each occurs. Before a softcap that is a convention. Layers and heads are
+    numbered as in the model.
 
     Args:
         path: The file, conventionally ``report.html``; its folder is made.
         tokens: Held-out rows: the first is the prompt that is explained, all measure the truncations.
+        weights: How often each token occurs, ``(d_vocab_used,)``; by default counted in ``tokens``.
         tokenizer: To print tokens as text.
         target: Id whose direction is studied; by default what the model predicts after the prompt.
         top: Eigenvectors, rows and pairs listed.
@@ -60,7 +66,9 @@ def report(
     """
     net = model if isinstance(model, Extracted) else extract(model)
     page = Page(f"tnlm report: {net.config.n_layer} layers, {net.config.mlp} MLP, {net.config.attention} attention")
-    add_sections(page, net, tokens=tokens, tokenizer=tokenizer, target=target, top=top, progress=progress)
+    add_sections(
+        page, net, tokens=tokens, tokenizer=tokenizer, target=target, weights=weights, top=top, progress=progress
+    )
     return page.write(path)
 
 
@@ -70,7 +78,8 @@ def add_sections(
     *,
     tokens: Int[Tensor, "rows seq_plus_1"],
     tokenizer: "Tokenizer | None" = None,
-    target: int | None = None,
+    target: int | str | None = None,
+    weights: Float[Tensor, " d_vocab_used"] | None = None,
     top: int = 8,
     progress: bool = True,
 ) -> None:
@@ -84,10 +93,13 @@ def add_sections(
     if target is None:
         with torch.no_grad():
             target = int(net.model(prompt[None])[0, -1, : net.config.d_vocab_used].argmax())
-    net.check_prompt("report", prompt, target=target)
+    target = net.read_token("target", target, tokenizer)
+    if weights is None:
+        weights = tokens.flatten().bincount(minlength=len(net.tokens))
+    weights = token_weights(weights, net.unembed[: len(net.tokens)])
     names = [str(i) if tokenizer is None else tokenizer.decode([i]) for i in net.tokens]
     steps = [_model, _exactness, _scalars, _spectra, _heads, _truncation, _explanation]
-    study = _Study(net, tokens, prompt, target, names, tokenizer, top)
+    study = _Study(net, tokens, prompt, target, names, weights, tokenizer, top)
     for step in track(steps, "writing the report", enabled=progress):
         step(page, study)
 
@@ -102,6 +114,8 @@ class _Study:
     target: int
     names: list[str]
     """Text of every token of the vocabulary that text can contain."""
+    weights: Tensor
+    """How often each of these tokens occurs, sums to 1."""
     tokenizer: "Tokenizer | None"
     top: int
 
@@ -109,14 +123,9 @@ class _Study:
     def tensor_mlp(self) -> bool:
         return self.net.config.mlp_is_form
 
-    @property
-    def tensor_attention(self) -> bool:
-        return self.net.config.attention in POLYNOMIAL_ATTENTIONS and self.net.config.attention != "none"
-
     def direction(self) -> Tensor:
-        """The target's unembedding row minus the mean over the vocabulary, which softmax does not see."""
-        used = self.net.unembed[: len(self.net.tokens)]
-        return used[self.target] - used.mean(0)
+        """The target's centred unembedding row."""
+        return self.net.unembed_centred(self.weights)[self.target]
 
 
 def _model(page: Page, study: _Study) -> None:
@@ -154,6 +163,12 @@ def _scalars(page: Page, study: _Study) -> None:
         page.figure(plot.lambdas(study.net))
 
 
+def _form(net: Extracted) -> str:
+    """Which form's eigenvalues are shown, in words."""
+    traceless = "traceless, as the inputs are of one length" if net.config.norm == "rms" else "as the weights hold it"
+    return f"exact: of the layer's form along the centred unembedding row, {traceless}"
+
+
 def _spectra(page: Page, study: _Study) -> None:
     page.heading("Spectra of one direction")
     net, name = study.net, study.names[study.target]
@@ -165,7 +180,7 @@ def _spectra(page: Page, study: _Study) -> None:
     size = min(64, net.config.d_model)
     curves = {f"layer {n}": (range(size), s.values.abs()[:size].tolist()) for n, s in enumerate(spectra)}
     title = f"Eigenvalues for the token {name!r}, by magnitude"
-    page.figure(plot.lines(curves, title=title, x="rank", y="|eigenvalue|", subtitle="exact: of the weights"))
+    page.figure(plot.lines(curves, title=title, x="rank", y="|eigenvalue|", subtitle=_form(net)))
     strongest = max(range(net.n_layer), key=lambda layer: float(spectra[layer].values.abs().max()))
     pairs = spectra[strongest]
     page.text(
@@ -183,18 +198,24 @@ def _heads(page: Page, study: _Study) -> None:
     if net.config.attention == "none":
         return
     page.heading("Heads")
+    ids = distinct_tokens(net, study.weights)
+    targets = net.unembed_centred(study.weights)[ids]
     rows: list[tuple[object, ...]] = []
     for layer in range(net.n_layer):
         for n in range(net.config.n_head):
-            head = net.attention[layer].head(n)
-            norms = (float(head.norm(0)), float(head.norm(1))) if study.tensor_attention else ("", "")
-            found = path_table(net, layer, n, 1, by="all", which="abs")
-            moved = [Pair(*row) for row in (found.itertuples(index=False) if hasattr(found, "itertuples") else found)]
-            pair = f"{study.names[int(moved[0].source)]!r} to {study.names[int(moved[0].target)]!r}" if moved else ""
-            rows.append((f"L{layer}.H{n}", *norms, float(head.ov("layer").norm()), pair))
-    note = "its output-value circuit on bare tokens"
-    header = ["head", "pattern norm, distance 0", "distance 1", "output-value norm", f"strongest pair of {note}"]
-    page.table(header, rows)
+            written = copied_values(net, layer, n, bare_inputs(net, layer)[ids], ids)
+            typical = float(LowRank(targets @ written.left, written.right).norm()) / len(ids)
+            found = path_table(net, layer, n, 1, by="all", which="abs", weights=study.weights)
+            pairs = [Pair(*row) for row in (found.itertuples(index=False) if hasattr(found, "itertuples") else found)]
+            # none where the text has one token alone
+            strongest = [x for p in pairs for x in (repr(study.names[p.source]), repr(study.names[p.target]), p.value)]
+            rows.append((f"L{layer}.H{n}", typical, *(strongest or ["", "", ""])))
+    page.text(
+        "What a head adds to centred logits when it reads a bare token with weight 1, before the factor of the final "
+        f"norm, over the {len(ids):,} tokens that occur and differ: root mean square of all pairs, and the strongest "
+        "pair of two different tokens."
+    )
+    page.table(["head", "root mean square", "strongest: read", "moved", "by"], rows)
     if len(study.prompt) <= _SHOWN_SEQ:
         last, suffixes = net.n_layer - 1, ("", "2")[: net.config.n_qk]
         points = [f"blocks.{last}.attn.hook_attn_scores{s}" for s in suffixes]
@@ -216,10 +237,8 @@ def _truncation(page: Page, study: _Study) -> None:
     ranks = sorted({max(1, round(f * d)) for f in _FRACTIONS}, reverse=True)
     costs = []
     for rank in ranks:
-        out, inp = tucker.out[:, :rank], tucker.inp[:, :rank]
-        small = net.mlp[layer].fold(inp).project(out.mT).fold(inp.mT.contiguous()).project(out)
-        edited = BilinearTensor(small.w_l, small.w_r, small.w_d, net.mlp[layer].bias)
-        costs.append(delta_ce(net, with_mlp(net.model, {layer: edited}), study.tokens))
+        edited = with_mlp(net.model, {layer: tucker.reconstruct(rank, rank)})
+        costs.append(delta_ce(net, edited, study.tokens))
     curve, errors = [c.mean for c in costs], [c.error or 0.0 for c in costs]
     title = f"HOSVD of layer {layer} to equal input and output rank"
     page.figure(plot.truncation(ranks, {"layer": curve}, errors={"layer": errors}, title=title))
@@ -235,6 +254,7 @@ def _explanation(page: Page, study: _Study) -> None:
     text = "".join(study.names[int(t)] for t in study.prompt)
     page.code(text[-400:])
     page.figure(e.plot())
-    header = ["part", "adds", "removed at the end (predicted)", "(measured)", "removed where it is written"]
-    page.table(header, [(e.label(row), row.value, *e.ablate(row)) for row in e.rows[: study.top]])
+    header = ["part", "adds", "share", "removed: predicted", "norms and later layers held", "all recomputed"]
+    page.table(header, [(e.label(row), row.value, e.share(row), *e.ablate(row)) for row in e.rows[: study.top]])
+    page.text(f"{e.summary}.", note=True)
     page.text(f"{len(e)} parts sum to {e.logit:.4f}; rounding leaves {e.remainder:.1e}.", note=True)

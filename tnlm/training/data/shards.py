@@ -334,6 +334,10 @@ def refuse_id(ids: np.ndarray, d_vocab: int, path: str | os.PathLike, start: int
     raise ValueError(f"id {ids[place]} >= vocab {d_vocab} in {path} at token {start + place}")
 
 
+MOVING_NAMES = ".names.json"
+"""File in the folder of finished shards that names all of them while they move to their place."""
+
+
 @contextlib.contextmanager
 def all_or_none(out: str | os.PathLike) -> Iterator[Path]:
     """Context manager that fills a data folder: gives a subfolder to write to, whose files move to ``out`` at the end.
@@ -348,9 +352,10 @@ def all_or_none(out: str | os.PathLike) -> Iterator[Path]:
     part, whole = out / ".unfinished", out / ".moving"
     out.mkdir(parents=True, exist_ok=True)
     with lock(out / ".lock", what=str(out)):
-        if whole.exists() and any(whole.iterdir()):
-            for path in out.glob("*.bin"):
-                path.unlink()
+        # Only what the killed call wrote itself: other shards in the folder are the user's
+        for name in _names_moving(whole):
+            if not (whole / name).exists():
+                (out / name).unlink(missing_ok=True)
         shutil.rmtree(whole, ignore_errors=True)
         if held := sorted(p.name for p in out.glob("*.bin")):
             raise ValueError(f"{out} must hold no shards yet, got {held[:5]}; remove them or choose another folder")
@@ -358,13 +363,23 @@ def all_or_none(out: str | os.PathLike) -> Iterator[Path]:
         part.mkdir()
         try:
             yield part
+            names = sorted(path.name for path in part.iterdir())
+            write_atomically(part / MOVING_NAMES, json.dumps(names))
             part.rename(whole)
         finally:
             shutil.rmtree(part, ignore_errors=True)
         # The validation shard comes last: without it nothing trains on a part of the data
-        for path in sorted(whole.iterdir()):
-            path.replace(out / path.name)
-        whole.rmdir()
+        for name in names:
+            (whole / name).replace(out / name)
+        shutil.rmtree(whole)
+
+
+def _names_moving(whole: Path) -> list[str]:
+    """The files that a killed :func:`all_or_none` was moving out of ``whole``; none if all had moved."""
+    if not (whole / MOVING_NAMES).exists():
+        return []
+    names = json.loads((whole / MOVING_NAMES).read_text())
+    return names if any((whole / name).exists() for name in names) else []
 
 
 def write_sidecar(folder: str | os.PathLike, **facts: Any) -> dict[str, Any]:
