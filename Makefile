@@ -96,7 +96,7 @@ dist: $(VENV)/.dev  # wheel and sdist, checked, and the wheel tried in a fresh e
 bench: $(VENV)/.test
 	for b in attention loading interp train_step; do OMP_NUM_THREADS=1 $(PY) benchmarks/$$b.py || exit 1; done
 
-fuzz:
+fuzz: $(VENV)/.test  # about 40 minutes
 	TNLM_FUZZ_CASES=2000 $(PYTEST) tests/test_fuzz.py
 
 check-all: check test test-typed notebooks pages
