@@ -163,7 +163,7 @@ def _gauged(model: Transformer) -> Any:
 
 
 def _paths(model: Transformer) -> Any:
-    return interp.paths(model, _tokens(), 3, [f"blocks.{LAYER}.hook_mlp_out"]).values
+    return interp.paths(model, _tokens(), 3, [f"blocks.{model.config.n_layer - 1}.hook_attn_out"]).values
 
 
 def _path_tables(model: Transformer) -> Any:
