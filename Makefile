@@ -50,9 +50,12 @@ test: $(VENV)/.test
 	$(PYTEST) tests
 	$(PYTEST) --dist loadgroup tests/kernels/interpreter  # its own process: the interpreter must be on before Triton decorates a kernel
 
-test-typed: $(VENV)/.test  # once more but for the kernels, every annotated shape and type checked at run time
+# what runs in processes of its own is not checked there; the table of symmetries calls what other tests call
+UNTYPED := kernels interp/test_symmetries.py interp/tokens/test_study_copying.py training/run/test_distributed.py \
+	$(addsuffix .py,$(addprefix test_,blocks first_steps import mutants notebooks packaging pages))
+test-typed: $(VENV)/.test  # once more, every annotated shape and type checked at run time
 	$(PYTEST) --jaxtyping-packages=tnlm,beartype.beartype -m "not user_error and not slow and not gpu and not network" \
-		--ignore=tests/test_notebooks.py --ignore=tests/kernels --ignore=tests/interp/test_symmetries.py tests
+		$(addprefix --ignore=tests/,$(UNTYPED)) tests
 
 test-hosts: $(VENV)/.test  # what may round differently, as other CPUs would; HOSTS=--quick for two of them
 	$(PY) scripts/imitate_hosts.py $(HOSTS)
