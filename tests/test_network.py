@@ -447,6 +447,7 @@ def test_each_network_of_a_nest_gets_an_optimiser_of_its_own(kind):
     assert_close(outer.contract({"x": x}, optimize=OBJECTS[kind]()), expected)
 
 
+@pytest.mark.user_error
 @pytest.mark.parametrize(
     "optimize, match",
     [

@@ -7,6 +7,7 @@ import tnlm
 from tests.tiny_models import build, tiny
 from tnlm.text import tokenizer as tokenizers
 from tnlm.text.default_tokenizer import encode_prompt, find_tokenizer, folders_of, one_token, saved_tokenizer
+from tnlm.text.tokenizer import Tokenizer
 
 TEXT = "the cat sat on the mat, and the dog sat on the cat. " * 9
 
@@ -41,9 +42,16 @@ def test_the_nearest_folder_is_asked_first(run, own, other):
     assert find_tokenizer(model, str(run.parent.parent)).hash == other.hash
 
 
+class Found(Tokenizer):
+    """A name and a number of ids, nothing to encode with."""
+
+    def __init__(self, name, d_vocab):
+        self.name, self.d_vocab = name, d_vocab
+
+
 @pytest.mark.parametrize("used, name", [(50257, "gpt2"), (256, "bytes")])
 def test_a_model_saved_without_one_is_read_by_its_number_of_ids(used, name, monkeypatch):
-    monkeypatch.setattr(tokenizers, "get", lambda asked: type("Found", (), {"name": asked, "d_vocab": used}))
+    monkeypatch.setattr(tokenizers, "get", lambda asked: Found(asked, used))
     model = tnlm.Transformer(tiny(d_vocab=used, d_vocab_used=used, n_layer=0), device="meta")
     assert find_tokenizer(model).name == name
 

@@ -42,6 +42,10 @@ def test_a_dtype_by_name_is_the_dtype(folder, dtype):
 
 def test_extract_takes_a_dtype_by_name(model):
     assert interp.extract(model, dtype="float64").embed.dtype == torch.float64
+
+
+@pytest.mark.user_error
+def test_extract_refuses_other_dtypes(model):
     for wrong in ("float8", "checkpoint", 64, torch.int64, torch.bfloat16):
         with pytest.raises(ValueError, match="dtype must be one of float32, float64 or None"):
             interp.extract(model, dtype=wrong)

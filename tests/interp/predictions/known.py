@@ -3,6 +3,7 @@
 import torch
 
 from tnlm.config import ModelConfig
+from tnlm.text.tokenizer import Tokenizer
 from tnlm.transformer import Transformer
 
 PROMPT = torch.tensor([2, 4, 1, 0, 3])
@@ -17,8 +18,11 @@ ABLATED = {"L0.MLP component 1": (6.0, 6.0, 3.0), "L1.H2 from 1": (3.0, 3.0, 3.0
 TEXTS = ["nil", " one", "two", " three", "four ", "five", "six"]
 
 
-class Texts:
+class Texts(Tokenizer):
     """The tokenizer of the model, as far as the analyses need one."""
+
+    def __init__(self) -> None:
+        pass
 
     def decode(self, ids) -> str:
         return "".join(TEXTS[i] for i in ids)

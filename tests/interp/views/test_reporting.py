@@ -17,6 +17,7 @@ from tests.symmetries import SYMMETRIES
 from tnlm.interp import extract, hosvd, with_mlp
 from tnlm.interp.views.reporting import report
 from tnlm.points import record
+from tnlm.text.tokenizer import Tokenizer
 
 KINDS = [
     ("bilinear", "bilinear"),
@@ -59,7 +60,10 @@ KNOWN_TOKENS = torch.stack([torch.cat([PROMPT, torch.tensor([5])]), torch.tensor
 NAMES = ["a", " b", "c", "d\n", "<e>", " f", "g", "h", "i"]
 
 
-class Letters:
+class Letters(Tokenizer):
+    def __init__(self):
+        """Only what the report needs."""
+
     def decode(self, ids):
         return "".join(NAMES[i] for i in ids)
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Real
 from torch import Tensor
 
 from tnlm.interp.checks import check_bytes, check_count, check_number, check_symmetric, check_tensor, check_view
@@ -57,7 +57,7 @@ def edges(
     net: Extracted,
     *,
     distance: int = 0,
-    token_weights: Float[Tensor, " d_vocab_used"] | None = None,
+    token_weights: Real[Tensor, " d_vocab_used"] | None = None,
     samples: int = 512,
     seed: int = 0,
     max_bytes: int = 2**30,

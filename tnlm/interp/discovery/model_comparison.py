@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Real
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
@@ -37,7 +37,7 @@ def similarity(
     *,
     residual: bool = False,
     d_in: int | None = None,
-    token_weights: Float[Tensor, " d_vocab_used"] | None = None,
+    token_weights: Real[Tensor, " d_vocab_used"] | None = None,
     distances: Sequence[int] = (0, 1, 2, 4, 8),
     permutations: int = 8,
     max_bytes: int = 2**30,
@@ -111,7 +111,7 @@ def match_heads(
     b: Sequence[BilinearHead] | AttentionLayer,
     distances: Sequence[int] = (0,),
     *,
-    token_weights: Float[Tensor, " d_vocab_used"] | None = None,
+    token_weights: Real[Tensor, " d_vocab_used"] | None = None,
     samples: int | None = None,
     seed: int = 0,
 ) -> HeadMatch:

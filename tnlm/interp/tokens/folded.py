@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 from torch import Tensor
 
 from tnlm.interp.checks import check_count
@@ -26,7 +26,7 @@ _BLOCK = 2**24
 
 
 def draw_tokens(
-    nets: Sequence[Extracted], weights: Float[Tensor, " n"] | None, samples: int | None, seed: int
+    nets: Sequence[Extracted], weights: Real[Tensor, " n"] | None, samples: int | None, seed: int
 ) -> tuple[Int[Tensor, " m"], Float[Tensor, " m"]]:
     """Ids of tokens that have a weight, and the weights, which sum to 1.
 

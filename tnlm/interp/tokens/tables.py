@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 from torch import Tensor
 
 from tnlm.interp.checks import check_count, check_tensor, check_view
@@ -69,7 +69,7 @@ def path_table(
     by: Literal["source", "all"] = "source",
     which: Literal["max", "min", "abs"] = "max",
     keep_self: bool = False,
-    weights: Float[Tensor, " d_vocab_used"] | None = None,
+    weights: Real[Tensor, " d_vocab_used"] | None = None,
 ) -> Any:
     """Largest contributions of a source token, alone in the residual stream, to a target's centred logit by one path.
 
@@ -110,7 +110,7 @@ def path_table(
 
 
 def distinct_tokens(
-    net: Extracted, weights: Float[Tensor, " d_vocab_used"] | None = None, cosine: float = 0.999
+    net: Extracted, weights: Real[Tensor, " d_vocab_used"] | None = None, cosine: float = 0.999
 ) -> Int[Tensor, " n"]:
     """Ids of the tokens worth ranking: of weight above 0, and the first of each group of parallel unembedding rows.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int, Real
 from torch import Tensor
 
 from tnlm.interp.checks import check_count
@@ -39,7 +39,7 @@ def report(
     tokens: Int[Tensor, "rows seq_plus_1"],
     tokenizer: "Tokenizer | None" = None,
     target: int | str | None = None,
-    weights: Float[Tensor, " d_vocab_used"] | None = None,
+    weights: Real[Tensor, " d_vocab_used"] | None = None,
     top: int = 8,
     progress: bool = True,
 ) -> Path:
@@ -79,7 +79,7 @@ def add_sections(
     tokens: Int[Tensor, "rows seq_plus_1"],
     tokenizer: "Tokenizer | None" = None,
     target: int | str | None = None,
-    weights: Float[Tensor, " d_vocab_used"] | None = None,
+    weights: Real[Tensor, " d_vocab_used"] | None = None,
     top: int = 8,
     progress: bool = True,
 ) -> None:

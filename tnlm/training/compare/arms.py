@@ -406,7 +406,7 @@ def _verdict(e1: Reading, sigma: float | None) -> tuple[str, int | None]:
     return f"resolved{mark}: the variant needs {100 * abs(e1.value):.2f}% {more} batches", needed
 
 
-def _spacing(steps: np.ndarray, at: float) -> float:
+def _spacing(steps: np.ndarray, at: float | int) -> float:
     """Steps between the evaluations around ``at``, an uncertainty of the crossing."""
     after = int(np.clip(np.searchsorted(steps, at), 1, len(steps) - 1))
     return float(steps[after] - steps[after - 1])

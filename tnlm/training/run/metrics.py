@@ -287,7 +287,7 @@ def _si(value: float) -> str:
     return f"{value:.0f}"
 
 
-def clock(seconds: float) -> str:
+def clock(seconds: float | int) -> str:
     """A duration as ``m:ss`` or ``h:mm:ss``."""
     minutes, secs = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
