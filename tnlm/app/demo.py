@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tnlm.text.tokenizer import Tokenizer
-    from tnlm.training.run.loop import Result
+    from tnlm.training.run.outcomes import Result
 
 ARMS = {"bilinear + bilinear": ("bilinear", "bilinear"), "swiglu + softmax": ("swiglu", "softmax")}
 CAVEAT = "One seed of a nano model proves nothing about architectures; docs/comparison.md says what would."
