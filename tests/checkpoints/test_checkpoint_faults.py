@@ -288,6 +288,15 @@ def test_damaged_legacy_pickle(tmp_path, damage, message):
         tnlm.load(tmp_path)
 
 
+@pytest.mark.user_error
+@pytest.mark.parametrize("offsets", [[0, "8"], [0, None], [0, [8]], [0]])
+def test_safetensors_offsets_that_are_no_numbers(tmp_path, offsets):
+    header = json.dumps({"embed.w_e": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(ValueError, match="is damaged: its header is no safetensors header; download it again"):
+        tnlm.load(tmp_path)
+
+
 def test_safetensors_length_that_begins_like_a_pickle(tmp_path):
     """The header's length is the first byte of the file, and 0x80 begins a pickle."""
     tensors = {k: t.clone() for k, t in STATE.items()}
@@ -346,7 +355,9 @@ def test_damaged_shards(shards):
 
 
 @pytest.mark.user_error
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/model.safetensors", "a\\b.safetensors", "..", "a/b"])
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/model.safetensors", "a\\b.safetensors", "..", "a/b", "", 3, ["a"]]
+)
 def test_shard_outside_the_folder(shards, name):
     edit(shards / "model.safetensors.index.json", weight_map={"embed.w_e": name})
     with pytest.raises(ValueError, match="must name files in its own folder, got " + re.escape(repr(name))):
