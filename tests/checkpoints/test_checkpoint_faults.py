@@ -8,6 +8,8 @@ import os
 import pickle
 import re
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -286,6 +288,25 @@ def test_damaged_legacy_pickle(tmp_path, damage, message):
     (tmp_path / "pytorch_model.bin").write_bytes(damage(buffer.getvalue()))
     with pytest.raises(ValueError, match=message):
         tnlm.load(tmp_path)
+
+
+def test_archives_are_unpickled_by_one_thread_at_a_time(tmp_path, monkeypatch):
+    """torch keeps one list of allowed classes for all threads: the end of one load would take away another's."""
+    write_published(tmp_path, MODEL)
+    lock, met, read = threading.Lock(), threading.Event(), torch.load
+
+    def overlapping(*args, **options):
+        if lock.acquire(blocking=False):
+            met.wait(0.3)  # until a second thread comes, which it must not
+            lock.release()
+        else:
+            met.set()
+        return read(*args, **options)
+
+    monkeypatch.setattr(torch, "load", overlapping)
+    with ThreadPoolExecutor(2) as pool:
+        assert all(same_state(model, MODEL) for model in pool.map(tnlm.load, [tmp_path, tmp_path]))
+    assert not met.is_set()
 
 
 @pytest.mark.user_error
