@@ -91,7 +91,7 @@ figure.update_xaxes(type="log").update_yaxes(type="log")
 #
 # Process time of one thread, the least of three calls; not asserted, as it depends on the machine and its load. Small
 # matrices do not run at the speed of large ones, so times cross later than counts do. The numbers for the published
-# widths, and for GPUs, are in `benchmarks/results`.
+# widths are in `benchmarks/results`, CPU only.
 
 
 # %%

@@ -2,8 +2,8 @@
 
 Environment variables make the libraries leave out instructions that this CPU has, and sum in other orders. Each
 comparison of ``tests/limits.py`` writes its error over its limit; the largest are printed, and any above 0.3 fails,
-since a host that is not imitated here may round a few times worse. The commands of ``tests/app`` are left out:
-they print what other tests compare.
+since a host that is not imitated here may round a few times worse. :data:`LEFT_OUT` names the tests that show nothing
+new on another host.
 
 python scripts/imitate_hosts.py [--quick] [--at-most 0.3] [PYTEST ARGUMENT ...]
 """
@@ -26,7 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
 """What ``torch.backends.cpu.get_cpu_capability`` says, from narrow to wide, on x86-64."""
 TWO_THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}  # the workers share the cores: no spinning
-QUICK_TESTS = ["tests/interp", "tests/test_attention.py", "tests/checkpoints/test_checkpoint_layouts.py"]
+LEFT_OUT = ["tests/app", "tests/interp/views", "tests/interp/test_symmetries.py", "tests/test_network.py"]
+"""Pages and commands print what other tests compare; symmetries are told from moves by a gap of three decades, and the
+equations of single networks are exact to a few roundings."""
+QUICK_TESTS = ["tests/interp/layers", "tests/interp/test_definitions.py", "tests/interp/test_extraction.py"]
+QUICK_TESTS += ["tests/test_attention.py", "tests/checkpoints/test_checkpoint_layouts.py"]
 QUICK_TESTS += [f"tests/training/{name}.py" for name in ("run/test_loop", "run/test_trajectories")]
 
 
@@ -77,7 +81,8 @@ def run(host: Host, arguments: list[str]) -> tuple[int, Counter[str]]:
         margins = Path(folder) / "margins.jsonl"
         margins.touch()
         command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "8", "--dist", "loadfile"]
-        command += ["-m", "numeric and not slow and not gpu and not network", "--ignore=tests/app", *arguments]
+        command += ["-m", "numeric and not slow and not gpu and not network"]
+        command += [f"--ignore={path}" for path in LEFT_OUT] + arguments
         # the compiler's cache does not know the variables of a host: each gets its own
         own = {"TNLM_MARGINS": str(margins), "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor")}
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **host.environment, **own}

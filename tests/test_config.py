@@ -136,8 +136,12 @@ def test_reasons_why_a_model_is_not_polynomial():
     )
     without = ModelConfig.pure(**SMALL, attention="none").replace(qk_norm=True)
     assert without.why_not_polynomial() == ()  # there are no queries
+
+
+@pytest.mark.user_error
+def test_reasons_of_an_unknown_part_are_refused():
     with pytest.raises(ValueError, match="part must be one of mlp, attention, layers, model, got 'head'"):
-        pure.why_not_polynomial("head")
+        ModelConfig.pure(**SMALL).why_not_polynomial("head")
 
 
 @pytest.mark.user_error

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -27,6 +28,9 @@ def canonical(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
 
 
+distributions = cache(packages_distributions)  # reads the metadata of every package that is installed
+
+
 def imported(path: Path) -> set[str]:
     """The distributions whose modules a file imports, the standard library and this repository left out."""
     found = set()
@@ -36,9 +40,7 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found.add(node.module)
     roots = {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - {"tnlm", "tests", "benchmarks"}
-    return {
-        canonical(distribution) for root in roots for distribution in packages_distributions().get(root, [root])[:1]
-    }
+    return {canonical(distribution) for root in roots for distribution in distributions().get(root, [root])[:1]}
 
 
 @pytest.mark.parametrize("file", ["docs/conf.py", "notebooks/build.py"])

@@ -21,6 +21,7 @@ from tests.limits import assert_close
 from tests.tiny_models import build, tiny
 from tnlm.app import cli
 from tnlm.app.cli import COMMANDS, main
+from tnlm.output.command import print_version
 from tnlm.text import tokenizer
 from tnlm.text.evaluate import byte_lengths, cross_entropy
 
@@ -513,7 +514,7 @@ def test_help_of_every_command_has_examples(capsys, command):
     assert main([command, "--help"]) == 0
     out = capsys.readouterr().out
     assert f"$ tnlm {command} " in out
-    assert "MODEL" in out.splitlines()[0], "positional arguments are named by what they are"
+    assert command == "demo" or "MODEL" in out.splitlines()[0], "positional arguments are named by what they are"
     assert "None" not in out, "what may be left out has no default to name"
     assert "default: )" not in out
 
@@ -537,3 +538,10 @@ def test_module_runs_as_a_script(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["tnlm", "--help"])
     assert cli.main() == 0
     assert "eval" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv, own", [(None, ["--version"]), (["--version"], ["explain"])])
+def test_the_version_is_read_from_the_arguments_given_or_else_the_process(argv, own, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["tnlm", *own])
+    assert print_version("tnlm", argv)
+    assert capsys.readouterr().out.splitlines()[0] == f"tnlm {tnlm.__version__}"

@@ -536,7 +536,15 @@ DEFINITIONS: dict[str, Definition] = {
     "Extracted.unembed_centred": (lambda: net().unembed_centred(), centred),
 }
 """What a function returns, and its definition."""
+
+
+def absolute(layer: int) -> Tensor:
+    """The tensor of an MLP with the absolute values of its factors."""
+    return torch.einsum("oh,hi,hj->oij", *(part(layer, f"mlp.{name}").abs() for name in ("w_d", "w_l", "w_r")))
+
+
 SCALES: dict[str, Callable[[], Any]] = {
+    "BilinearTensor.inner": lambda: float((absolute(0) * absolute(1)).sum()),
     "bounds": lambda: 30 * float(size(direction())),
     "explain": lambda: sum(map(abs, explained().values())),
     "vocab_bounds": lambda: size(centred()).square() / token_forms().square().sum((1, 2)).sqrt(),  # root of a square

@@ -61,9 +61,18 @@ NO_NUMBERS = {
     "match": "of a table that the caller made",
     "top_tokens": "of a matrix that the caller made",
     "trace_bounds": "of numbers that the caller made",
+    "report": "shows what other functions return",
     "top_examples": "shows places in text; its values are those of the layer",
 }
 """Public names that have no numbers of a model, with the reason."""
+
+METHODS_WITHOUT_NUMBERS = {
+    *(f"BilinearTensor.{name}" for name in ("augment", "canonical", "fold", "project", "symmetrize", "tensor", "to")),
+    "BilinearTensor.apply_rows",  # of hidden weights that the caller made
+    "BilinearHead.fix_gauge",
+    *(f"Extracted.{name}" for name in ("cast", "check", "read_prompt", "read_token")),
+}
+"""Methods that return a layer or head, its dense tensor, what they were given, or an error of rounding."""
 
 
 def _net(model: Transformer) -> Any:
@@ -154,7 +163,7 @@ def _gauged(model: Transformer) -> Any:
 
 
 def _paths(model: Transformer) -> Any:
-    return interp.paths(model, _tokens(), 3, [f"blocks.{LAYER}.hook_mlp_out"]).values
+    return interp.paths(model, _tokens(), 3, [f"blocks.{model.config.n_layer - 1}.hook_attn_out"]).values
 
 
 def _path_tables(model: Transformer) -> Any:
@@ -173,6 +182,20 @@ def _heads(model: Transformer, layer: int) -> list[Any]:
     return [_net(model).attention[layer].head(n) for n in range(model.config.n_head)]
 
 
+def _on(tensor: Tensor, x: Tensor) -> Tensor:
+    """A tensor with the same vector on all of its legs, for every row of ``x``."""
+    values = torch.tensordot(x, tensor, 1)
+    while values.ndim > 1:
+        values = torch.einsum("ni,ni...->n...", x, values)
+    return values
+
+
+def _inverse_norms(model: Transformer) -> list[Any]:
+    if model.config.norm == "none":
+        raise ValueError("no norms")
+    return list(_net(model).inverse_norms(ids(2, 6)).values())
+
+
 def _other(model: Transformer) -> Transformer:
     """Another model of the same kind."""
     kind = (
@@ -183,7 +206,7 @@ def _other(model: Transformer) -> Transformer:
 
 def _ablated(model: Transformer) -> Any:
     explanation = interp.explain(model, _tokens(), 3, 5, components=2)
-    rows = [r for r in explanation.rows if r.kind == "mlp" or (r.kind == "head" and r.source == 2)]
+    rows = [r for r in explanation.rows if r.layer == LAYER and (r.kind == "mlp" or r.source == 2)]
     rows.sort(key=lambda r: (r.kind, r.layer, str(r.head), str(r.component)))
     # differences of logits, which are as exact as the terms of a logit are
     changes = [x for row in rows for x in explanation.ablate(row)]
@@ -197,6 +220,21 @@ PROBES: dict[str, Callable[[Transformer], Any]] = {
     "BilinearHead.inner": lambda m: _heads(m, 0)[0].inner(_heads(m, LAYER)[-1], 2),
     "BilinearHead.norm": lambda m: _heads(m, LAYER)[-1].norm(2),
     "BilinearHead.token_scores": lambda m: _table(_heads(m, LAYER)[-1].token_scores(_inputs(m), 2, 3)),
+    "BilinearHead.ov": lambda m: (
+        _x(_net(m)) @ (_heads(m, LAYER)[-1].ov().tensor()[:, -m.config.d_model :].T @ _read(_net(m)))
+    ),
+    "BilinearHead.pattern_tensor": lambda m: _on(_heads(m, LAYER)[-1].pattern_tensor(2), _inputs(m)[:5]),
+    "BilinearHead.qk": lambda m: _inputs(m) @ _heads(m, LAYER)[-1].qk(1, 2).tensor() @ _inputs(m).T,
+    "BilinearHead.read_gram": lambda m: _on(_heads(m, LAYER)[-1].read_gram("q", 2), _inputs(m)),
+    "BilinearHead.token_table": lambda m: _heads(m, LAYER)[-1].token_table(_inputs(m)),
+    "BilinearTensor.apply": lambda m: _x(_net(m)) @ _net(m).mlp[LAYER].apply(_read(_net(m)), _x(_net(m)).T),
+    "BilinearTensor.gram": lambda m: _on(_net(m).mlp[LAYER].gram("out"), _read(_net(m))[None]),
+    "BilinearTensor.interaction": lambda m: _on(_net(m).mlp[LAYER].interaction(_read(_net(m))), _x(_net(m))),
+    "BilinearTensor.shift": lambda m: _net(m).mlp[LAYER].shift() @ _read(_net(m)),
+    "BilinearTensor.traces": lambda m: _net(m).mlp[LAYER].traces() @ _read(_net(m)),
+    "Extracted.inverse_norms": _inverse_norms,
+    "Extracted.parallel_tokens": lambda m: _net(m).parallel_tokens(),
+    "Extracted.unembed_centred": lambda m: _net(m).unembed_centred() @ _x(_net(m)).T,
     "BilinearTensor.inner": lambda m: _net(m).mlp[LAYER].inner(_net(m).mlp[0]),
     "BilinearTensor.norm": lambda m: _net(m).mlp[LAYER].norm(),
     "Explanation.ablate": _ablated,
@@ -223,7 +261,7 @@ PROBES: dict[str, Callable[[Transformer], Any]] = {
     "paths": _paths,
     "pattern_table": lambda m: interp.pattern_table(_net(m).attention[LAYER].head(0), _inputs(m), _inputs(m), 2),
     "remove": _removed,
-    "similarity": lambda m: interp.similarity(m, _other(m)).value,
+    "similarity": lambda m: interp.similarity(m, _other(m), distances=(0, 2), permutations=0).value,
     "truncate": _truncated,
     "vocab_bounds": lambda m: list(interp.vocab_bounds(_net(m), LAYER))[:2],
     "vocab_eigs": _vocab_eigs,
@@ -288,6 +326,17 @@ def test_declared_symmetries_are_those_that_hold(name):
         if largest is not None and largest < MOVED:
             wrong.append(f"{id} is not listed and moves it by {largest:.1e} only")
     assert not wrong, f"{name}: " + "; ".join(sorted(wrong))
+
+
+def test_every_public_method_is_declared_or_has_no_numbers():
+    owners = {owner.__name__: owner for owner in (interp.BilinearHead, interp.BilinearTensor, interp.Extracted)}
+    methods = {
+        f"{owner}.{name}"
+        for owner, value in owners.items()
+        for name, method in vars(value).items()
+        if callable(method) and not name.startswith("_")
+    }
+    assert methods - METHODS_WITHOUT_NUMBERS == {name for name in PROBES if name.split(".")[0] in owners}
 
 
 def test_every_public_name_is_declared_or_has_no_numbers():

@@ -1,4 +1,4 @@
-"""Command ``tnlm``: info, verify, eval, generate, convert, explain, report.
+"""Command ``tnlm``: info, verify, eval, generate, convert, explain, report, demo.
 
 Commands import torch, training and interp when they run, so that help is fast. Progress and warnings go to stderr; with
 ``--json`` stdout holds one JSON record and nothing else.
@@ -104,14 +104,15 @@ class Verify(Command):
     out: Path = Path("verification.json")
     """Where --released records the outcome; models not checked now stay as they were."""
     text: Path | None = None
-    """The UTF-8 text of the recorded value, documents separated by <|endoftext|>."""
+    """The UTF-8 text of the recorded value, documents separated by <|endoftext|>; no such check when left out."""
     protocol: str | None = None
     """Which recorded value, as ROWSxTOKENS; the first one when left out."""
     revision: str | None = None
-    """Commit, branch or tag of a Hub id."""
+    """Commit, branch or tag of a Hub id; the recorded commit of a released model, else main, when left out."""
     attention: Literal["squared", "squared_normalized"] | None = None
-    """For files that do not say which of the two they are."""
+    """Which of the two a file holds; needed only where it does not say, and by default what it says."""
     device: str = "cpu"
+    """cpu, cuda or cuda:N."""
 
     def execute(self) -> dict[str, Any]:
         from tnlm.checkpoints import verification
@@ -151,16 +152,17 @@ class Eval(TextCommand):
     """
 
     text: Path | None = None
-    """A UTF-8 text file."""
+    """A UTF-8 text file; by default the validation tokens of a run."""
     seq: int | None = None
     """Tokens per window; n_ctx (or that of the run) when left out."""
     rows: int | None = None
     """Windows; all when left out."""
     batch_size: int = 4
+    """Windows, or examples of a task, per forward."""
     tasks: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="")] = ()
     """Tasks of lm-eval, instead of text (needs the extra `evals`)."""
     limit: int | None = None
-    """Examples per task."""
+    """Examples per task; all when left out."""
 
     def execute(self) -> dict[str, Any]:
         others = ("text", "seq", "rows") if self.tasks else ("limit",)
@@ -217,11 +219,15 @@ class Generate(TextCommand):
     max_new_tokens: int | None = None
     """64, or as many as fit the model's context, when left out."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Divides the logits; 0 is greedy."""
     top_k: int | None = None
+    """Draw from this many most probable tokens; from all when left out."""
     top_p: float | None = None
+    """Draw from the fewest tokens that have this probability together; from all when left out."""
     seed: int | None = None
+    """Of the draws; different ones each time when left out."""
     cache: Literal["auto", "kv", "recurrent", "none"] = "auto"
+    """Keys and values, a state of constant size, or none; auto takes the smaller."""
 
     def execute(self) -> dict[str, Any]:
         import torch
@@ -296,13 +302,13 @@ class Explain(TextCommand):
     target: str | None = None
     """Text of one token; the model's own prediction when left out."""
     foil: str | None = None
-    """Explain the target's logit minus this token's."""
+    """Explain the target's logit minus this token's; the target's alone when left out."""
     components: int = 16
     """Eigen-components per MLP; the others are one row."""
     top: int = 20
     """Rows to print."""
     html: Path | None = None
-    """Write the rows as a self-contained figure."""
+    """Write the rows as a self-contained figure; none when left out."""
 
     def execute(self) -> dict[str, Any]:
         import torch
@@ -348,13 +354,15 @@ class Report(TextCommand):
     """
 
     out: Path = Path("report.html")
+    """The page to write."""
     text: Path | None = None
-    """A UTF-8 text file."""
+    """A UTF-8 text file; by default the validation tokens of a run."""
     target: str | None = None
-    """Text of one token whose output direction is studied."""
+    """Text of one token whose output direction is studied; the model's own prediction when left out."""
     seq: int | None = None
     """Tokens per row; 128, or n_ctx if that is smaller, when left out."""
     rows: int = 8
+    """Rows of text."""
 
     def execute(self) -> dict[str, Any]:
         from tnlm import interp
@@ -376,6 +384,27 @@ class Report(TextCommand):
         return {"model": self.model, "text": source, "page": str(path)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Demo(Command):
+    """Train two nano models, compare them, read one from its weights, and write a page about it: minutes on a CPU.
+
+    Finished runs are kept: the same command continues an interrupted demo.
+
+    $ tnlm demo
+    $ tnlm demo --out demo --steps 60
+    """
+
+    out: Path = Path("demo")
+    """Folder of the runs and of the page."""
+    steps: int | None = None
+    """Updates per model; the nano preset's 250 when left out."""
+
+    def execute(self) -> dict[str, Any]:
+        from tnlm.app import demo
+
+        return demo.run(self.out, steps=self.steps, say=self.say)
+
+
 COMMANDS: dict[str, Any] = {
     "info": Info,
     "verify": Verify,
@@ -384,6 +413,7 @@ COMMANDS: dict[str, Any] = {
     "convert": Convert,
     "explain": Explain,
     "report": Report,
+    "demo": Demo,
 }
 
 

@@ -133,6 +133,8 @@ class Extracted:
         One vector added to every row shifts all logits alike. Without a softcap no probability sees that, so the
         centred rows are fixed by the model; before a softcap centring is a convention.
 
+        Symmetries: R E P U Q QR V N L X H S.
+
         Args:
             weights: Of the tokens in the mean, at least 0, such as how often each occurs; uniform by default.
         """
@@ -143,6 +145,8 @@ class Extracted:
 
         Tokens that training never shows are pushed alike and end up parallel, so lists of strongest tokens fill with
         them; ``parallel_tokens().unique()`` has one id of each group. Costs ``d_vocab_used**2 d_model`` flop.
+
+        Symmetries: R E P U Q QR V N L X H S.
 
         Args:
             cosine: At least that of two rows which count as parallel.
@@ -252,7 +256,10 @@ class Extracted:
         return a
 
     def inverse_norms(self, tokens: Int[Tensor, "batch seq"]) -> dict[str, Tensor]:
-        """The inverse norms of a run, as :meth:`Transformer.inverse_norms` gives them, in the dtype of this object."""
+        """The inverse norms of a run, as :meth:`Transformer.inverse_norms` gives them, in the dtype of this object.
+
+        Symmetries: R P U QR V L H S.
+        """
         return {name: self.cast(value) for name, value in self.model.inverse_norms(tokens).items()}
 
     def check(self, tokens: Int[Tensor, "batch seq"]) -> float:

@@ -150,9 +150,9 @@ class ModelCommand(Command):
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder, weight file or run folder; short name of a released model; or Hub id."""
     revision: str | None = None
-    """Commit, branch or tag of a Hub id."""
+    """Commit, branch or tag of a Hub id; the recorded commit of a released model, else main, when left out."""
     attention: Literal["squared", "squared_normalized"] | None = None
-    """For files that do not say which of the two they are."""
+    """Which of the two a file holds; needed only where it does not say, and by default what it says."""
     override: Annotated[
         tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE", help_behavior_hint="")
     ] = ()
@@ -177,8 +177,9 @@ class TextCommand(ModelCommand):
     tokenizer: str | None = None
     """gpt2, bytes, or a path; by default the one saved with the model, else by the size of its vocabulary."""
     device: str = "cpu"
+    """cpu, cuda or cuda:N."""
     dtype: Literal["float32", "bfloat16", "float64", "checkpoint"] = "float32"
-    """checkpoint keeps the stored mixture of bf16 and float32."""
+    """Of weights and activations; checkpoint keeps the stored mixture of bf16 and float32."""
 
     def load(self) -> "Transformer":
         """Load the model, in the dtype and on the device of the flags."""

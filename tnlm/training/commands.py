@@ -25,7 +25,15 @@ Off = tyro.conf.FlagCreatePairsOff[bool]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Command):
+class TrainCommand(Command):
+    """Base of the commands of ``tnlm-train``, whose record is the last line of stdout in any case."""
+
+    json: Off = False
+    """Leave out tables and estimates for people; one JSON record is the last line of stdout in any case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(TrainCommand):
     """Train a model, or resume: the same command continues a stopped run.
 
     Without flags: the nano preset, offline, on a CPU, in about two minutes. Under torchrun every rank runs this.
@@ -40,7 +48,7 @@ class Run(Command):
         str, tyro.conf.arg(help=f"Source of all defaults; --help shows its values. One of {', '.join(PRESETS)}.")
     ] = "nano"
     config: Path | None = None
-    """A JSON file with any fields of TrainConfig (and model); flags override it."""
+    """A JSON file with any fields of TrainConfig (and model); flags override it. None is read when left out."""
     matched: Off = False
     """d_qk = d_head / 2: bilinear attention with the parameters and FLOPs of softmax."""
     dry_run: Off = False
@@ -105,7 +113,7 @@ BranchFlags: Any = flags_of(TrainConfig, dict.fromkeys(_CHANGED_BY_A_BRANCH, "th
 
 
 @dataclass(frozen=True, kw_only=True)
-class Branch(Command):
+class Branch(TrainCommand):
     """Continue a checkpoint from another run's constant-rate phase under a schedule of its own.
 
     $ tnlm-train branch runs/nano-bilinear-bilinear-s0 --steps 200
@@ -133,7 +141,7 @@ class Branch(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(Command):
+class Compare(TrainCommand):
     """How many percent more batches does the variant need? Several runs, seeds and horizons may make an arm.
 
     $ tnlm-train compare --base runs/base-s0 runs/base-s1 --variant runs/variant-s0 runs/variant-s1 --out comparison
@@ -141,22 +149,26 @@ class Compare(Command):
     """
 
     base: list[str]
-    """Run folders; with --curves, GROUP or GROUP:RUNS."""
+    """Run folders of the baseline; with --curves, GROUP or GROUP:RUNS."""
     variant: list[str]
+    """Run folders of the variant, likewise."""
     curves: Path | None = None
-    """A CSV of curves recorded elsewhere, columns group, run, schedule_steps, step, val_loss."""
+    """A CSV of curves recorded elsewhere, columns group, run, schedule_steps, step, val_loss; runs are
+    read when left out."""
     metric: Literal["loss", "bits_per_byte"] = "loss"
+    """Validation loss in nats per token, or bits per byte, which compares across tokenizers."""
     at: float | None = None
-    """N0 of the matched-schedule reading, in steps."""
+    """N0 of the matched-schedule reading, in steps; chosen by rule when left out."""
     sigma: float | None = None
-    """Known standard deviation of a final loss, for arms of fewer than three seeds."""
+    """Known standard deviation of a final loss, for arms of fewer than three seeds; estimated when left out."""
     margin: float | None = None
-    """Also test that the variant is not worse by more than this."""
+    """Also test that the variant is not worse by more than this; no such test when left out."""
     warmdown: float | None = None
-    """Warm-down fraction of recorded curves, for the stable-phase reading."""
+    """Warm-down fraction of recorded curves, for the stable-phase reading; there is none when left out."""
     extrapolate: Off = False
+    """Continue the variant's horizons where they do not bracket the answer; marked in the status."""
     out: Path | None = None
-    """Folder for compare.json and compare.html."""
+    """Folder for compare.json and compare.html; no files when left out."""
     png: Off = False
     """Also compare.png, which needs kaleido."""
 
@@ -188,7 +200,7 @@ class Compare(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(Command):
+class Export(TrainCommand):
     """Write a checkpoint as model.safetensors, config.json and a card: what tnlm.load reads.
 
     $ tnlm-train export runs/nano-bilinear-bilinear-s0 --out exported
@@ -197,6 +209,7 @@ class Export(Command):
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run folder."""
     out: Path
+    """Folder to write."""
     step: int | None = None
     """The newest complete checkpoint when left out."""
 
@@ -208,13 +221,14 @@ class Export(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataGet(Command):
+class DataGet(TrainCommand):
     """Download published token shards; resumable, verified, atomic.
 
     $ tnlm-train data get fineweb10B --shards 52
     """
 
     name: tyro.conf.Positional[Literal["fineweb10B"]] = "fineweb10B"
+    """The published GPT-2 tokens of FineWeb."""
     shards: int = 52
     """Training shards of 100M tokens; 52 for 9,726 steps."""
     out: Path | None = None
@@ -229,7 +243,7 @@ class DataGet(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataTokenize(Command):
+class DataTokenize(TrainCommand):
     """Tokenize text (.jsonl, .parquet, .txt, or - for standard input) into shards.
 
     $ tnlm-train data tokenize pages.jsonl --out data/pages
@@ -239,15 +253,19 @@ class DataTokenize(Command):
     sources: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE...", help_behavior_hint="")]
     """Files, or - for standard input."""
     out: Path
+    """Folder of the shards."""
     tokenizer: str = "gpt2"
     """gpt2, bytes, bpeN to train a vocabulary of N on the sources, or a path."""
     field: str = "text"
     """Key of a jsonl object, or column of a parquet file."""
     separator: str | None = None
-    """Splits a .txt file into documents."""
+    """Splits a .txt file into documents; it is one document when left out."""
     shard_tokens: int = 100_000_000
+    """Tokens of a training shard."""
     val_tokens: int = 1_000_000
+    """Tokens of the validation shard, taken from the first documents."""
     processes: int = os.cpu_count() or 1
+    """Processes that tokenize."""
 
     def execute(self) -> dict[str, Any]:
         from tnlm.text import tokenizer as tokenizers
@@ -281,7 +299,7 @@ class DataTokenize(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataCheck(Command):
+class DataCheck(TrainCommand):
     """Read every shard of a folder or glob and report what is wrong; exit code 1 if anything is, 2 without any shard.
 
     $ tnlm-train data check data/pages
@@ -292,6 +310,7 @@ class DataCheck(Command):
     d_vocab: int | None = None
     """Limit of the ids; by default that of dataset.json."""
     allow_truncated: Off = False
+    """A shard that is shorter than its header says is no error."""
 
     def execute(self) -> dict[str, Any]:
         from tnlm.training.data.shards import check_data, find_shards
@@ -310,21 +329,28 @@ class DataCheck(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataToy(Command):
+class DataToy(TrainCommand):
     """Write the smallest language whose mechanism is known: sequences that tile a random cycle of distinct tokens.
 
     $ tnlm-train data toy cycles --out data/cycles --seq 40 --d-vocab 32 --period 3 9
     """
 
     task: tyro.conf.Positional[Literal["cycles"]]
+    """The language."""
     out: Path
+    """Folder of the shards."""
     seq: int = 32
+    """Tokens of a sequence."""
     d_vocab: int = 64
+    """Number of ids."""
     period: tuple[int, int] = (4, 12)
     """Shortest and longest cycle."""
     train_sequences: int = 100_000
+    """Sequences to train on."""
     val_sequences: int = 1_000
+    """Sequences of the validation shard."""
     seed: int = 0
+    """Seed of the cycles."""
 
     def execute(self) -> dict[str, Any]:
         from tnlm.training.data.toy import write_cycles

@@ -21,7 +21,7 @@ Recipe = Literal["replication", "replication-exact"]
 Precision = Literal["auto", "float32", "bfloat16"]
 NewtonSchulzDtype = Literal["auto", "float32", "bfloat16", "float64"]
 MuonDistribution = Literal["replicate", "round_robin"]
-Tracker = Literal["none", "trackio", "wandb"]
+Tracker = Literal["none", "trackio", "wandb", "tensorboard"]
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class TrainConfig:
     sample_tokens: NonNegativeInt = 64
     """Length of the text sampled at the end; 0 for none."""
     tracker: Tracker = "none"
-    """Experiment tracker that the metrics are also sent to."""
+    """Experiment tracker that the metrics are also sent to; tensorboard writes into the run folder."""
     peak_flops: NonNegative | None = None
     """Peak FLOP/s of one device, for model FLOPs utilisation; None means the built-in table's."""
     out: str | None = None

@@ -67,7 +67,8 @@ def test_truncated_hosvd_obeys_its_bound():
         assert_at_most(error, float(tucker.error_bound))  # equal when one projection alone discards something
     # one projection alone discards exactly the discarded eigenvalues
     error = float((dense(b) - dense(hosvd(b, 2, 6).reconstruct())).norm())
-    allowance = limit(torch.float64, 100) * size_of(b) ** 2 / error  # of squares
+    # of squares; the bound itself allows for the worst case of some hundred roundings
+    allowance = limit(torch.float64, 4096) * size_of(b) ** 2 / error
     assert_within(hosvd(b, 2, 6).error_bound - error, allowance)
 
 

@@ -149,11 +149,13 @@ def test_the_bound_on_what_is_not_listed_is_that_of_kahan():
     gap = pairs.residuals.square().sum().sqrt()
     found = (pairs.values.abs() - gap).clamp_min(0).square().sum()
     assert float(gap) > 1e-3
+    # of squares; the bound itself allows for the worst case of some hundred roundings
     scale = form_size(b, u)[0].square() / pairs.unfound[0]
-    assert_close(pairs.unfound[0], (b.norm() ** 2 - found).sqrt(), scale=scale)
+    assert_close(pairs.unfound[0], (b.norm() ** 2 - found).sqrt(), roundings=2**16, scale=scale)
     # pairs that carry little of the form prove nothing but its norm
     scale = form_size(b, u)[0].square() / b.norm()
-    assert_close(eig(b, u, 1, "min", "krylov", tol=10.0, max_steps=3).unfound[0], b.norm(), scale=scale)
+    weak = eig(b, u, 1, "min", "krylov", tol=10.0, max_steps=3).unfound[0]
+    assert_close(weak, b.norm(), roundings=2**16, scale=scale)
     # of all eigenvalues nothing is left
     assert float(eig(b, u, 31, method="krylov").unfound) == 0
 

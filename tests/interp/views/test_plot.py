@@ -203,3 +203,12 @@ def test_bad_input_is_refused():
         plot.truncation([1, 2], {"a": [0.0]})
     with pytest.raises(ValueError, match="labels"):
         plot.interaction(torch.zeros(2, 2), labels=["a"])
+
+
+@pytest.mark.parametrize("top, shown", [(2, 2), (5, 5), (9, 7)])
+def test_the_table_of_eigenvectors_grows_with_its_rows(top, shown):
+    vectors, scores = torch.randn(5, 3, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
+    figure = plot.eigenvectors(vectors, torch.tensor([3.0, 2.0, 1.0]), scores, labels=list("abcdefg"), top=top)
+    signs = figure.data[0].cells.values[0]
+    assert list(signs) == ["+"] * shown + ["-"] * shown
+    assert (figure.layout.height, figure.layout.margin.b) == (150 + 22 * len(signs), 10)  # pixels

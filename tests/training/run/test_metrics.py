@@ -2,26 +2,32 @@
 
 import json
 import math
+import re
 import sys
+import tomllib
 import types
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from tnlm.training.config import Tracker
 from tnlm.training.run import metrics
 from tnlm.training.run.metrics import MetricsLog, Progress, Speed, Tracking, cut_back, peak_flops, read_metrics
 
 VAL = {"loss": 1 / 3, "bits_per_byte": None, "val_tokens": 60}
 
 
-def test_events_are_read_as_written(tmp_path):
+def test_events_are_read_as_written(tmp_path, monkeypatch):
     log = MetricsLog(tmp_path / "metrics.jsonl")
+    now = iter([1000.0004, 1001.25])
+    monkeypatch.setattr(metrics.time, "time", lambda: next(now))
     log.append("val", step=0, **VAL)
     log.append("train", step=1, loss=2.5)
     # before closing: every line is flushed
     assert read_metrics(tmp_path / "metrics.jsonl") == [
-        {"kind": "val", "step": 0, **VAL},
-        {"kind": "train", "step": 1, "loss": 2.5},
+        {"kind": "val", "time": 1000.0, "step": 0, **VAL},
+        {"kind": "train", "time": 1001.25, "step": 1, "loss": 2.5},
     ]
     log.close()
 
@@ -129,33 +135,72 @@ def test_speed_leaves_out_the_first_step(monkeypatch):
     assert speed.per_step() == 3.0
 
 
-def test_tracker_gets_numbers_under_their_kind(monkeypatch):
+def test_tracker_gets_numbers_under_their_kind(monkeypatch, tmp_path):
+    (tmp_path / "nano-s0").mkdir()
     logged: list = []
     run = types.SimpleNamespace(log=logged.append, finish=lambda: logged.append("finished"))
     fake = types.SimpleNamespace(init=lambda **kwargs: logged.append(kwargs) or run)
     monkeypatch.setitem(sys.modules, "trackio", fake)
-    tracking = Tracking("trackio", project="tnlm", run="nano-s0", config={"steps": 3})
+    tracking = Tracking("trackio", folder=tmp_path / "nano-s0", config={"steps": 3})
     tracking.log("train", {"step": 1, "loss": 2.5, "path": "x"})
     tracking.close()
     assert logged == [
-        {"project": "tnlm", "name": "nano-s0", "config": {"steps": 3}},
+        {"project": "tnlm", "name": "nano-s0", "config": {"steps": 3}, "resume": "allow"},
         {"train/step": 1, "train/loss": 2.5},
         "finished",
     ]
 
 
-def test_failing_tracker_is_reported_once_and_dropped(monkeypatch, capsys):
+def test_wandb_continues_a_resumed_run_and_another_folder_is_another_run(monkeypatch, tmp_path):
+    begun: list = []
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **kwargs: begun.append(kwargs)))
+    for name in ("a", "a", "b"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        Tracking("wandb", folder=tmp_path / name, config={})
+    first, again, other = (kwargs["id"] for kwargs in begun)
+    assert first == again != other
+    assert [kwargs["resume"] for kwargs in begun] == ["allow"] * 3
+    assert [kwargs["name"] for kwargs in begun] == ["a", "a", "b"]
+
+
+def test_tensorboard_gets_each_number_at_its_step(monkeypatch, tmp_path):
+    written: list = []
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            written.append(folder)
+
+        def add_scalar(self, *values):
+            written.append(values)
+
+        def close(self):
+            written.append("closed")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    tracking = Tracking("tensorboard", folder=tmp_path, config={})
+    tracking.log("val", {"step": 7, "loss": 2.5, "path": "x", "tokens": 70})
+    tracking.close()
+    assert written == [str(tmp_path / "tensorboard"), ("val/loss", 2.5, 7), ("val/tokens", 70, 7), "closed"]
+
+
+def test_every_tracker_comes_with_the_extra():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"\w+", needed)[0] for needed in project["optional-dependencies"]["trackers"]}
+    assert names == {*get_args(Tracker)} - {"none"}
+
+
+def test_failing_tracker_is_reported_once_and_dropped(monkeypatch, capsys, tmp_path):
     def fail(values):
         raise ConnectionError("no route")
 
     fake = types.SimpleNamespace(init=lambda **kwargs: types.SimpleNamespace(log=fail, finish=lambda: None))
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    tracking = Tracking("wandb", project="tnlm", run="r", config={})
+    tracking = Tracking("wandb", folder=tmp_path, config={})
     tracking.log("train", {"loss": 1.0})
     tracking.log("train", {"loss": 1.0})
     assert capsys.readouterr().err == "tracking stopped: ConnectionError: no route\n"
     monkeypatch.setitem(sys.modules, "trackio", None)
-    Tracking("trackio", project="tnlm", run="r", config={})
+    Tracking("trackio", folder=tmp_path, config={})
     assert "tracking stopped: ModuleNotFoundError" in capsys.readouterr().err
 
 

@@ -36,6 +36,9 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
+    def time(self) -> float:
+        return 1_000_000 + self.now
+
 
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A run through the command line, whose steps and validations take the times of :func:`seconds` and 5 s."""

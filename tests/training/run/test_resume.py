@@ -34,7 +34,7 @@ from tnlm.training.run.loop import Trainer
 from tnlm.training.run.metrics import read_metrics
 from tnlm.training.run.outcomes import Diverged, Interrupted
 
-TIMING = ("dt", "tok_s", "mfu", "max_mem")
+TIMING = ("time", "dt", "tok_s", "mfu", "max_mem")
 
 
 def record(folder: Path) -> tuple[list[dict], dict[str, bytes]]:

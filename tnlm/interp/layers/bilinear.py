@@ -223,6 +223,8 @@ class BilinearTensor:
         """Interaction matrix ``Q_u`` of each direction ``u``, symmetric: ``u . S(x, x) == x^T Q_u x``.
 
         Costs ``2 d_hidden d_in**2`` flop each.
+
+        Symmetries: R E P U Q QR V N L H.
         """
         check_tensor("u", u, (..., self.d_out), self.w_l)
         shape = (*u.shape[:-1], self.d_in, self.d_in)
@@ -238,7 +240,10 @@ class BilinearTensor:
     def apply(
         self, u: Inexact[Tensor, "*batch d_out"], x: Inexact[Tensor, "*batch d_in k"]
     ) -> Inexact[Tensor, "*batch d_in k"]:
-        """The product ``Q_u x`` for ``k`` columns without forming ``Q_u``: ``8 d_hidden d_in`` flop per column."""
+        """The product ``Q_u x`` for ``k`` columns without forming ``Q_u``: ``8 d_hidden d_in`` flop per column.
+
+        Symmetries: R E P U Q QR V N L H.
+        """
         check_tensor("u", u, (..., self.d_out), self.w_l)
         check_tensor("x", x, (*u.shape[:-1], self.d_in, None), self.w_l)
         k = x.shape[-1]
@@ -255,7 +260,10 @@ class BilinearTensor:
         return (((x @ self.w_l.mT) * w) @ self.w_r + ((x @ self.w_r.mT) * w) @ self.w_l) / 2
 
     def traces(self) -> Inexact[Tensor, " d_out"]:
-        """Trace ``sum_i S[o, i, i]`` for every output: the mean of ``f - bias`` over isotropic inputs."""
+        """Trace ``sum_i S[o, i, i]`` for every output: the mean of ``f - bias`` over isotropic inputs.
+
+        Symmetries: R E P U Q QR V N L H.
+        """
         traces = self.w_d @ (self.w_l * self.w_r).sum(1)
         check_computed("the trace", traces)
         return traces
@@ -265,6 +273,8 @@ class BilinearTensor:
 
         Zeros for ``domain="space"``. So ``f(x) = S'(x, x) + shift |x|**2 + bias`` for every ``x``, with the ``S'`` of
         :meth:`canonical`, of which the analyses are.
+
+        Symmetries: R E P U Q QR V N L H.
         """
         return torch.zeros_like(self.w_d[:, 0]) if self.domain == "space" else self.traces() / self.d_in
 

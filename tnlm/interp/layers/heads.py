@@ -109,12 +109,18 @@ class BilinearHead:
         return self.attention not in _NO_TENSOR
 
     def qk(self, branch: int = 1, distance: int = 0) -> LowRank:
-        """The matrix ``W`` in ``score = x_query^T W x_key``: rank ``d_qk``, scale ``1 / d_qk`` included."""
+        """The matrix ``W`` in ``score = x_query^T W x_key``: rank ``d_qk``, scale ``1 / d_qk`` included.
+
+        Symmetries: R E P U QR V L X H S.
+        """
         q, k = self._branch(branch)
         return LowRank(q.mT, self._turn(k, -distance) / self.d_qk)
 
     def ov(self, source: Literal["layer", "first"] = "layer") -> LowRank:
-        """Output-value map, from the normed input of this layer or of layer 0 (value residual) to the residual."""
+        """Output-value map, from the normed input of this layer or of layer 0 (value residual) to the residual.
+
+        Symmetries: R E P U Q QR V L H S.
+        """
         check_choice("source", source, ("layer", "first"))
         if source == "layer":
             return LowRank(self.o * (1 - self.value_mix), self.v)
@@ -124,6 +130,8 @@ class BilinearHead:
 
     def pattern_tensor(self, distance: int = 0, max_bytes: int = 2**30) -> Inexact[Tensor, "d_in d_in d_in d_in"]:
         """The dense tensor ``A[i, j, k, l]`` in ``pattern = A x_q x_q x_k x_k``, symmetric in ``i, j`` and in ``k, l``.
+
+        Symmetries: R E P U QR V L X H S.
 
         Raises:
             ValueError: The pattern is not polynomial, or ``d_in**4`` numbers are more than ``max_bytes``.
@@ -169,6 +177,8 @@ class BilinearHead:
         """Gram matrix of the query (or key) side of the pattern: ``sum_jkl A[i,j,k,l] conj(A[m,j,k,l])``, Hermitian.
 
         Its trace is ``norm**2``. The factor in the middle is ``(2 d_qk, 2 d_qk)``; ``O(d_in**2 d_qk)`` in all.
+
+        Symmetries: R E P U QR V L X H S.
         """
         self._require_pattern("read_gram")
         check_choice("side", side, ("q", "k"))
@@ -224,7 +234,10 @@ class BilinearHead:
     def token_table(
         self, x: Inexact[Tensor, "n d_in"], branch: int = 1, side: Literal["q", "k"] = "q", position: int = 0
     ) -> Inexact[Tensor, "n d_qk"]:
-        """Queries or keys of inputs at one position, after QK norm (if the head has it) and rotation."""
+        """Queries or keys of inputs at one position, after QK norm (if the head has it) and rotation.
+
+        Symmetries: R E P U V L X H S.
+        """
         check_tensor("x", x, (None, self.d_in), self.q1)
         check_choice("side", side, ("q", "k"))
         y = self._branch(branch)["qk".index(side)] @ x.mT

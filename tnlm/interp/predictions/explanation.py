@@ -209,6 +209,8 @@ def explain(
         tokens: The prompt: text, or ids.
         target, foil: One token each: text, or an id below ``d_vocab_used``.
         components: Eigen-components listed per layer; the others are one row. ``None`` lists all ``d_model``.
+            Components of equal eigenvalue are one space, within which single rows depend on the basis that was found:
+            on normed inputs an MLP with ``2 d_hidden < d_model`` has such a space, at minus its trace over ``d_model``.
         tokenizer: Of the text given and of that in tables and plots; by default the model's.
 
     Raises:

@@ -158,8 +158,7 @@ class Trainer:
         resumed = self.restore()
         if self.world.main:
             self.log = metrics.MetricsLog(self.log_path)
-            name = self.folder.name
-            self.tracking = metrics.Tracking(config.tracker, project="tnlm", run=name, config=config.to_dict())
+            self.tracking = metrics.Tracking(config.tracker, folder=self.folder, config=config.to_dict())
         self.progress = metrics.Progress(steps=config.steps, start=self.step, enabled=self.progress_enabled)
         try:
             self._event("resume" if resumed else "start", **self.facts())

@@ -1,6 +1,7 @@
 """Metrics of a run: the log ``metrics.jsonl``, and what is shown of it on a terminal or sent to a tracker.
 
-One JSON object per line. ``step`` counts updates done, so ``train`` at step 1 is the loss of the first update and
+One JSON object per line. ``time`` is the moment of writing, in seconds since 1970 (UTC). ``step`` counts updates
+done, so ``train`` at step 1 is the loss of the first update and
 ``val`` at step 0 that of the fresh model:
 
 - ``start``, ``resume``: facts that the run depends on beyond its configuration: data, tokenizer, sizes, versions;
@@ -20,6 +21,7 @@ import math
 import os
 import sys
 import time
+import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,7 +72,7 @@ class MetricsLog:
 
     def append(self, kind: str, **values: Any) -> None:
         try:
-            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
             self._file.flush()
             if kind != "train":
                 os.fsync(self._file.fileno())
@@ -144,19 +146,48 @@ class TrackerRun(Protocol):
     def finish(self) -> Any: ...
 
 
-class Tracking:
-    """Forwards events to trackio or wandb. A tracker that fails is reported once and dropped; training goes on."""
+class TensorBoardRun:
+    """TensorBoard's event files of a run, in its folder, with the methods of the other trackers."""
 
-    def __init__(self, name: str, *, project: str, run: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, values: dict[str, Any]) -> None:
+        step = next(value for name, value in values.items() if name.endswith("/step"))
+        for name, value in values.items():
+            if not name.endswith("/step"):
+                self._writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class Tracking:
+    """Forwards events to a tracker. One that fails is reported once and dropped; training goes on.
+
+    A resumed run continues the tracker's: the file ``tracker_id`` of the run folder holds its id for wandb.
+    """
+
+    def __init__(self, name: str, *, folder: Path, config: Mapping[str, Any]) -> None:
         self._run: TrackerRun | None = None
         if name != "none":
-            self._guard(lambda: self._start(name, project, run, config))
+            self._guard(lambda: self._start(name, folder, config))
 
-    def _start(self, name: str, project: str, run: str, config: Mapping[str, Any]) -> None:
+    def _start(self, name: str, folder: Path, config: Mapping[str, Any]) -> None:
+        if name == "tensorboard":
+            self._run = TensorBoardRun(folder)
+            return
         import importlib
 
-        module = importlib.import_module(name)
-        self._run = module.init(project=project, name=run, config=dict(config))
+        known = folder / "tracker_id"
+        if not known.exists():
+            known.write_text(uuid.uuid4().hex)
+        own_id = {"id": known.read_text()} if name == "wandb" else {}  # trackio finds a run by its name
+        self._run = importlib.import_module(name).init(
+            project="tnlm", name=folder.name, config=dict(config), resume="allow", **own_id
+        )
 
     def log(self, kind: str, values: Mapping[str, Any]) -> None:
         numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
