@@ -179,6 +179,18 @@ def test_convert_writes_a_model_with_card_and_tokenizer(saved, tmp_path, capsys)
     assert {p.dtype for p in tnlm.load(tmp_path / "half", dtype="checkpoint").parameters()} == {torch.bfloat16}
 
 
+def test_convert_that_cannot_write_the_tokenizer_leaves_the_older_model(saved, tmp_path, monkeypatch, capsys):
+    run(capsys, "convert", saved, tmp_path / "m")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
+
+    def refused(self, folder):
+        raise OSError(28, "No space left on device", str(folder))
+
+    monkeypatch.setattr(tokenizer.Tokenizer, "save", refused)
+    assert run(capsys, "convert", saved, tmp_path / "m", "--dtype", "bfloat16")[0] == 2
+    assert {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()} == before
+
+
 def test_convert_folds_a_published_layout_and_keeps_its_dtypes(golden, tmp_path, capsys):
     source = golden / "bilinear-mlp_bilinear-attn"
     assert run(capsys, "convert", source, tmp_path / "m")[0] == 0

@@ -8,6 +8,8 @@ import os
 import pickle
 import re
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -288,6 +290,34 @@ def test_damaged_legacy_pickle(tmp_path, damage, message):
         tnlm.load(tmp_path)
 
 
+def test_archives_are_unpickled_by_one_thread_at_a_time(tmp_path, monkeypatch):
+    """torch keeps one list of allowed classes for all threads: the end of one load would take away another's."""
+    write_published(tmp_path, MODEL)
+    lock, met, read = threading.Lock(), threading.Event(), torch.load
+
+    def overlapping(*args, **options):
+        if lock.acquire(blocking=False):
+            met.wait(0.3)  # until a second thread comes, which it must not
+            lock.release()
+        else:
+            met.set()
+        return read(*args, **options)
+
+    monkeypatch.setattr(torch, "load", overlapping)
+    with ThreadPoolExecutor(2) as pool:
+        assert all(same_state(model, MODEL) for model in pool.map(tnlm.load, [tmp_path, tmp_path]))
+    assert not met.is_set()
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize("offsets", [[0, "8"], [0, None], [0, [8]], [0]])
+def test_safetensors_offsets_that_are_no_numbers(tmp_path, offsets):
+    header = json.dumps({"embed.w_e": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(ValueError, match="is damaged: its header is no safetensors header; download it again"):
+        tnlm.load(tmp_path)
+
+
 def test_safetensors_length_that_begins_like_a_pickle(tmp_path):
     """The header's length is the first byte of the file, and 0x80 begins a pickle."""
     tensors = {k: t.clone() for k, t in STATE.items()}
@@ -346,7 +376,9 @@ def test_damaged_shards(shards):
 
 
 @pytest.mark.user_error
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/model.safetensors", "a\\b.safetensors", "..", "a/b"])
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/model.safetensors", "a\\b.safetensors", "..", "a/b", "", 3, ["a"]]
+)
 def test_shard_outside_the_folder(shards, name):
     edit(shards / "model.safetensors.index.json", weight_map={"embed.w_e": name})
     with pytest.raises(ValueError, match="must name files in its own folder, got " + re.escape(repr(name))):

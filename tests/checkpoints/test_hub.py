@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -75,6 +76,16 @@ def test_our_sharded_model_from_the_hub(server, tmp_path):
     tnlm.save(model, tmp_path / "ours", max_shard_bytes=20000)
     server.files = contents(tmp_path / "ours")
     assert same_state(tnlm.load(REPO), model)
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize("weight_map", [{}, ["model.safetensors"], {"embed.w_e": "../secret"}], ids=str)
+def test_index_that_names_no_shards_is_refused(server, tmp_path, weight_map):
+    tnlm.save(build(tiny(), torch.float32), tmp_path / "ours", max_shard_bytes=20000)
+    server.files = contents(tmp_path / "ours")
+    server.files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    with pytest.raises(ValueError, match=r"index.json must (hold a weight_map|name files in its own folder)"):
+        tnlm.load(REPO)
 
 
 @pytest.mark.user_error

@@ -581,7 +581,7 @@ def test_bad_ids_are_refused(hooked, name, tokens, message):
 def test_directions_of_padding_ids_are_refused(hooked):
     with pytest.raises(ValueError, match=r"in \[0, 11\), got 12"):
         hooked.tokens_to_residual_directions(12)
-    with pytest.raises(ValueError, match=r"no tokenizer is known for 11 ids"):
+    with pytest.raises(ValueError, match=r"no tokenizer was saved with the model, and none is known for 11 ids"):
         hooked.to_tokens("text")
     with pytest.raises(ValueError, match='return_type must be "logits"'):
         hooked(TOKENS, return_type="probs")
@@ -607,7 +607,7 @@ def test_text_in_and_out():
     assert hooked.to_single_token("a") == 97
     assert torch.equal(hooked("abc"), hooked(torch.tensor([[97, 98, 99]])))
     assert torch.equal(hooked.tokens_to_residual_directions("b"), hooked.W_U[:, 98])
-    with pytest.raises(ValueError, match=r"'ab' must be one token, got 2: \['a', 'b'\]"):
+    with pytest.raises(ValueError, match="text must be one token, got 'ab', which is 2: 'a', 'b'"):
         hooked.to_single_token("ab")
     with pytest.raises(ValueError, match=r"equally many tokens, got \[1, 2\]"):
         hooked.to_tokens(["a", "bc"])
@@ -615,9 +615,21 @@ def test_text_in_and_out():
         hooked.to_tokens("a", prepend_bos=True)
 
 
+def test_the_tokenizer_of_text_is_the_one_that_every_function_finds():
+    model = build(tiny(d_vocab=256, d_vocab_used=256))
+    assert lens.hook(model).to_tokens("abc").tolist() == [[97, 98, 99]]  # bytes, found by the number of ids
+    model.tokenizer = tokenizer.Tokenizer("own", [bytes([255 - byte]) for byte in range(256)], eot=False)
+    assert lens.hook(model).to_tokens("abc").tolist() == [[158, 157, 156]]
+    assert lens.hook(model, tokenizer=tokenizer.get("bytes")).to_tokens("a").tolist() == [[97]]
+    with pytest.raises(ValueError, match="must have the model's 11 ids, got 'bytes' with 256"):
+        lens.hook(build(tiny()), tokenizer=tokenizer.get("bytes")).to_tokens("a")
+
+
 def test_end_of_text_is_prepended_only_when_asked():
     tokens = [bytes([byte]) for byte in range(256)]
-    hooked = lens.hook(build(tiny(d_vocab=257)), tokenizer=tokenizer.Tokenizer("own", tokens, eot=True))
+    hooked = lens.hook(
+        build(tiny(d_vocab=257, d_vocab_used=257)), tokenizer=tokenizer.Tokenizer("own", tokens, eot=True)
+    )
     assert hooked.to_tokens("a").tolist() == [[97]]
     assert hooked.to_tokens("a", prepend_bos=True).tolist() == [[256, 97]]
     assert hooked.cfg.default_prepend_bos is False

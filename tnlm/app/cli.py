@@ -277,12 +277,9 @@ class Convert(ModelCommand):
         from tnlm.output.progress import announce
 
         model = load_model(self, dtype=self.dtype)
-        source = source_of(model)
+        source, tokenizer = source_of(model), model.tokenizer
         with announce(f"writing {self.folder}"):
-            save(model, self.folder)
-        tokenizer = model.tokenizer
-        if tokenizer is not None:
-            tokenizer.save(self.folder)
+            save(model, self.folder, tokenizer=tokenizer)
         size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         rows = [("parameters", f"{model.config.n_params:,}"), ("bytes", f"{size:,}"), *source.items()]
         rows.append(("tokenizer", "none saved with the source" if tokenizer is None else tokenizer.name))

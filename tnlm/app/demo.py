@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tnlm.text.tokenizer import Tokenizer
     from tnlm.training.compare.arms import Comparison
-    from tnlm.training.run.loop import Result
+    from tnlm.training.run.outcomes import Result
 
 VARIANT, BASE = ("bilinear", "bilinear"), ("swiglu", "softmax")
 """MLP and attention of the tensor model, and of the baseline that it is compared with."""

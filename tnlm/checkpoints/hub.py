@@ -20,8 +20,8 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
 from tnlm.checkpoints.local import WEIGHTS, Found, find_local
 from tnlm.checkpoints.released import File, Released, find_released
-from tnlm.checkpoints.weightfiles import INDEX_SUFFIX, shard_names
-from tnlm.output.files import read_json, sha256
+from tnlm.checkpoints.weightfiles import INDEX_SUFFIX, read_index
+from tnlm.output.files import sha256
 
 RESUMED_FROM = 64 * 2**20
 """Size in bytes from which on an interrupted download is kept and continued."""
@@ -52,7 +52,7 @@ def find_in_repository(repo: str, *, revision: str | None = None, entry: Release
     weights = fetch_first(repo, names, revision=commit)
     folder, commit = weights.parent, _commit_of(weights)
     if weights.name.endswith(INDEX_SUFFIX):
-        for shard in shard_names(weights, read_json(weights).get("weight_map") or {}):
+        for shard in sorted(set(read_index(weights).values())):
             if fetch(repo, shard, revision=commit) is None:
                 raise ValueError(f"{repo}@{commit} has no file {shard}, which its {weights.name} names")
     if entry is not None and entry.revision is None and revision is None:

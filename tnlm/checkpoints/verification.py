@@ -18,7 +18,7 @@ from tnlm.checkpoints.checkpoint import load
 from tnlm.checkpoints.local import Found
 from tnlm.checkpoints.released import RELEASED, TOLERANCE, CrossEntropy, Released, find_released_by_sha256
 from tnlm.checkpoints.resolve import find_model
-from tnlm.checkpoints.weightfiles import INDEX_SUFFIX, shard_names
+from tnlm.checkpoints.weightfiles import INDEX_SUFFIX, read_index
 from tnlm.config import POLYNOMIAL_ATTENTIONS
 from tnlm.kernels import Implementation
 from tnlm.output.files import read_json, sha256, write_atomically
@@ -177,7 +177,7 @@ def _check_file(found: Found) -> tuple[Check, Released | None]:
     pinned = entry is not None and entry.revision == found.source["revision"]
     names = [found.weights.name]
     if found.weights.name.endswith(INDEX_SUFFIX):
-        names = shard_names(found.weights, read_json(found.weights).get("weight_map") or {})
+        names = sorted(set(read_index(found.weights).values()))
     unknown, good = [], []
     for name in names:
         digest = sha256(folder / name)

@@ -168,11 +168,11 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         header = parse_json(header_bytes)
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
     except (ValueError, KeyError, TypeError, IndexError):
         raise ValueError(
             f"{path} ({size} bytes) is damaged: its header is no safetensors header; download it again"
         ) from None
-    expected = 8 + length + max(ends, default=0)
     if size != expected:
         damage = "is cut off" if size < expected else "has trailing bytes"
         raise ValueError(f"{path} {damage}: it has {size} bytes, its header says {expected}; download it again")
@@ -185,11 +185,9 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
     """Tensors of all shards that an index names; each must lie beside it and hold the keys that it says."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} must hold a weight_map from tensor names to files; download it again")
+    weight_map = read_index(index)
     tensors: dict[str, Tensor] = {}
-    for name in shard_names(index, weight_map):
+    for name in sorted(set(weight_map.values())):
         shard = index.parent / name
         if not shard.is_file():
             raise ValueError(f"{shard} is missing, and {index.name} names it; download it again")
@@ -204,17 +202,20 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def shard_names(index: Path, weight_map: Mapping[str, Any]) -> list[str]:
-    """Names of the files that an index refers to, sorted.
+def read_index(path: Path) -> dict[str, str]:
+    """The name of the shard that holds each tensor, from an index of shards.
 
     Raises:
-        ValueError: One is not the plain name of a file in the folder of the index.
+        ValueError: The file holds no such map, or a value is not the plain name of a file in its folder.
     """
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if name != os.path.basename(name.replace("\\", "/")) or name in (".", ".."):
-            raise ValueError(f"{index} must name files in its own folder, got {name!r}; do not use this checkpoint")
-    return names
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path} must hold a weight_map from tensor names to files; download it again")
+    for name in weight_map.values():
+        plain = isinstance(name, str) and name == os.path.basename(name.replace("\\", "/"))
+        if not plain or name in ("", ".", ".."):
+            raise ValueError(f"{path} must name files in its own folder, got {name!r}; do not use this checkpoint")
+    return weight_map
 
 
 def _read_torch(path: Path, *, zipped: bool) -> Any:

@@ -43,8 +43,8 @@ def hook(model: "Transformer | HookedModel", *, tokenizer: Tokenizer | None = No
     (``implementation="eager"``), so every point exists and the logits do not depend on which points have hooks.
 
     Args:
-        tokenizer: Used for text; ``None`` means ``model.tokenizer``, or else GPT-2's for models with its 50257 ids,
-            loaded at the first text.
+        tokenizer: Used for text; ``None`` means the model's (:func:`tnlm.text.find_tokenizer`), loaded at the first
+            text.
 
     Raises:
         ValueError: ``model`` is not a :class:`tnlm.Transformer`, or it or a part of it is compiled.
@@ -55,7 +55,7 @@ def hook(model: "Transformer | HookedModel", *, tokenizer: Tokenizer | None = No
     if not isinstance(model, Transformer):
         inner = "; pass its .module" if hasattr(model, "module") else ""
         raise ValueError(f"hook(model) needs a tnlm.Transformer, got {type(model).__name__}{inner}")
-    return HookedModel(shared_view(model, _Point), model.tokenizer if tokenizer is None else tokenizer)
+    return HookedModel(shared_view(model, _Point), tokenizer)
 
 
 class HookedModel(ModelWeights, TextMethods, HookedRootModule):

@@ -9,9 +9,9 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from tnlm.config import ModelConfig
-from tnlm.text import tokenizer as tokenizers
+from tnlm.text.default_tokenizer import find_tokenizer, one_token
 from tnlm.text.tokenizer import Tokenizer
-from tnlm.transformer import check_ids
+from tnlm.transformer import Transformer, check_ids
 
 
 class TextMethods:
@@ -21,21 +21,16 @@ class TextMethods:
     embed: Any
     unembed: Any
     _tokenizer: Tokenizer | None
+    _held: list[Transformer]
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer given to :func:`tnlm.lens.hook` or saved with the model, or GPT-2's.
+        """The tokenizer given to :func:`tnlm.lens.hook`, else that of :func:`tnlm.text.find_tokenizer`.
 
         Raises:
-            ValueError: No tokenizer was given, and the vocabulary is not GPT-2's.
+            ValueError: There is none, or its vocabulary is not that of the model.
         """
-        if self._tokenizer is None:
-            if self.config.d_vocab_used != 50257:
-                raise ValueError(
-                    f"no tokenizer is known for {self.config.d_vocab_used} ids; pass token ids, or hook(model, "
-                    "tokenizer=tnlm.text.tokenizer.get(...))"
-                )
-            self._tokenizer = tokenizers.get("gpt2")
+        self._tokenizer = find_tokenizer(self._held[0], self._tokenizer)
         return self._tokenizer
 
     def to_tokens(self, input: str | list[str], prepend_bos: bool | None = False) -> Int[Tensor, "batch seq"]:
@@ -76,10 +71,7 @@ class TextMethods:
         Raises:
             ValueError: The text is several tokens, or none.
         """
-        ids = self.tokenizer.encode(text)
-        if len(ids) != 1:
-            raise ValueError(f"{text!r} must be one token, got {len(ids)}: {self.to_str_tokens(text)}")
-        return ids[0]
+        return one_token("text", text, self.tokenizer)
 
     def tokens_to_residual_directions(self, tokens: str | int | Int[Tensor, "*any"]) -> Shaped[Tensor, "*any d_model"]:
         """Copies of the unembedding rows of some tokens; logits before the softcap are dot products with them."""

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from tnlm.cache import RECURRENT_ATTENTIONS, Cache, position_numbers, state_numbers
+from tnlm.checks import as_token_id
 from tnlm.config import ModelConfig
 from tnlm.text.default_tokenizer import encode_prompt, find_tokenizer
 from tnlm.text.tokenizer import Tokenizer
@@ -116,7 +117,7 @@ def generate(
         raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
     stops = torch.tensor(_stop_ids(stop, limit), dtype=torch.int64, device="cpu")
     if pad is not None:
-        pad = _token_id("pad", pad, model.config.d_vocab)
+        pad = as_token_id("pad", pad, model.config.d_vocab)
     assert not isinstance(tokens, str)
     _check_prompt(model, tokens, pad, max_new_tokens)
     generator = None if seed is None else _generator(seed)
@@ -264,13 +265,7 @@ def _stop_ids(stop: int | Iterable[int] | None, limit: int) -> list[int]:
         return []
     if isinstance(stop, Tensor):
         stop = stop.tolist()
-    return [_token_id("stop", i, limit) for i in (stop if isinstance(stop, Iterable) else [stop])]
-
-
-def _token_id(name: str, value: object, limit: int) -> int:
-    if not _is_integer(value) or not 0 <= value < limit:  # type: ignore[operator]
-        raise ValueError(f"{name} must hold token ids in [0, {limit}), got {value!r}")
-    return operator.index(value)  # type: ignore[arg-type]
+    return [as_token_id("stop", i, limit) for i in (stop if isinstance(stop, Iterable) else [stop])]
 
 
 def _generator(seed: int) -> torch.Generator:

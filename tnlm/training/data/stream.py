@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Int64, UInt16
 from torch import Tensor
 
+from tnlm.text.evaluate import byte_lengths
 from tnlm.text.tokenizer import Tokenizer
 from tnlm.training.data import shards
 
@@ -419,7 +420,4 @@ class Validation:
 
         Bits per byte = mean CE in nats / ln 2 * ``tokens`` / this.
         """
-        lengths = np.array(
-            [0 if i == tokenizer.eot else len(tokenizer.token_bytes(i)) for i in range(tokenizer.d_vocab)]
-        )
-        return int(lengths[self._ids[1:]].sum())
+        return int(np.array(byte_lengths(tokenizer))[self._ids[1:]].sum())
