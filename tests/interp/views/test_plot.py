@@ -212,3 +212,8 @@ def test_the_table_of_eigenvectors_grows_with_its_rows(top, shown):
     signs = figure.data[0].cells.values[0]
     assert list(signs) == ["+"] * shown + ["-"] * shown
     assert (figure.layout.height, figure.layout.margin.b) == (150 + 22 * len(signs), 10)  # pixels
+
+
+def test_lines_may_stand_over_texts():
+    (trace,) = plot.lines({"a": (["one", "two"], [1, 4])}, title="t", x="", y="y").to_dict()["data"]
+    assert (trace["x"], trace["y"]) == (["one", "two"], [1, 4])

@@ -245,24 +245,26 @@ def lambdas(net: "Extracted", *, title: str = "Mixing scalars by layer") -> go.F
 
 
 def lines(
-    curves: Mapping[str, tuple[Tensor | Sequence[float | int], Tensor | Sequence[float | int]]],
+    curves: Mapping[str, tuple[Tensor | Sequence[float | int | str], Tensor | Sequence[float | int]]],
     *,
     title: str,
     x: str,
     y: str,
     subtitle: str = "",
 ) -> go.Figure:
-    """Named lines, each a pair of x and y values: numbers or tensors of one axis, of equal length."""
+    """Named lines, each a pair of x and y values: numbers or tensors of one axis, of equal length; x may be texts."""
     figure = go.Figure()
     for name, (xs, ys) in curves.items():
-        across, up = _array(f"x of {name!r}", xs, 1), _array(f"y of {name!r}", ys, 1)
+        texts = not isinstance(xs, Tensor) and any(isinstance(x, str) for x in xs)
+        across = list(xs) if texts else _array(f"x of {name!r}", xs, 1).tolist()
+        up = _array(f"y of {name!r}", ys, 1).tolist()
         if len(across) != len(up):
             raise ValueError(f"the line {name!r} must have as many x as y values, got {len(across)} and {len(up)}")
-        figure.add_scatter(x=across.tolist(), y=up.tolist(), name=name, mode="lines+markers")
+        figure.add_scatter(x=across, y=up, name=name, mode="lines+markers")
     return _styled(figure, title, subtitle, x=x, y=y)
 
 
-def _array(name: str, x: Tensor | Sequence[float | int], ndim: int) -> np.ndarray:
+def _array(name: str, x: Tensor | Sequence[float | int | str], ndim: int) -> np.ndarray:
     array = x.detach().cpu().double().numpy() if isinstance(x, Tensor) else np.asarray(x, dtype=float)
     if array.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} axes, got shape {array.shape}")
