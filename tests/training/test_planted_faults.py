@@ -8,6 +8,7 @@ from tests.planted import assert_noticed
 from tests.training import test_commands
 from tests.training.data import test_shards, test_stream, test_toy
 from tests.training.run import test_cost, test_metrics
+from tnlm.text import evaluate
 from tnlm.training import commands
 from tnlm.training.data import shards, stream, tokenize, toy
 from tnlm.training.run import cost, metrics
@@ -18,9 +19,9 @@ FIGURES = test_cost.test_every_figure_of_a_dry_run
 TEXT = test_cost.test_a_dry_run_as_text_shows_each_figure_under_its_name
 TOKENIZE = test_commands.test_data_tokenize_and_check
 FAULTS = {
-    "bytes of the inputs": (stream, "lengths[self._ids[1:]]", "lengths[self._ids[:-1]]", TEXT_BYTES),
+    "bytes of the inputs": (stream, "[self._ids[1:]].sum()", "[self._ids[:-1]].sum()", TEXT_BYTES),
     "end-of-text counted as text": (
-        stream,
+        evaluate,
         "[0 if i == tokenizer.eot else len(",
         "[len(",
         test_stream.TestValidation.test_text_bytes,
