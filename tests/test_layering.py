@@ -78,7 +78,7 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "transformers": ("tnlm.integrations",),
     "lm_eval": ("tnlm.integrations",),
     "huggingface_hub": ("tnlm.checkpoints", "tnlm.training.data.download"),
-    "opt_einsum": ("tnlm.network",),
+    "opt_einsum": ("tnlm.network", "tnlm.contraction_path"),
 }
 """Library: how the names of the modules that may import it begin."""
 

@@ -6,59 +6,20 @@ equal sizes (opt_einsum lets a size 1 broadcast), a strict limit of memory (opt_
 the path and may be exceeded), and one accumulation dtype.
 """
 
-import contextlib
-import copy
 import functools
 import itertools
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import opt_einsum
 import torch
-from opt_einsum.paths import get_path_fn
 from torch import Tensor
 
+from tnlm.contraction_path import Cost, Optimize, Step, one_choice_each, plan_step
 from tnlm.kernels.precision import without_autocast
 
 DEFAULT_MAX_BYTES = 2**30
-
-Path = tuple[tuple[int, ...], ...]
-Optimizer = Callable[[list[frozenset[str]], frozenset[str], dict[str, int], int | None], Iterable[Sequence[int]]]
-"""An object or function that chooses a path, called as opt_einsum and cotengra do: inputs, output, sizes, None."""
-Optimize = str | Sequence[Path] | Optimizer
-"""How to choose paths: the name of an optimiser, an optimiser, or the ``path`` of a `Cost`."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """FLOPs, memory and path of a contraction, known before anything is allocated.
-
-    ``flops`` counts a multiply-add as two; ``largest`` is the number of elements of the largest array that is
-    built, results of nested networks and the output included, and ``bytes`` its size in the accumulation dtype.
-    ``path`` holds one opt_einsum path for every network, nested ones first and this one last: a flat network has
-    exactly one.
-    """
-
-    flops: int
-    largest: int
-    bytes: int
-    path: tuple[Path, ...]
-
-    def __str__(self) -> str:
-        return f"{self.flops:,} FLOPs, largest intermediate {self.largest:,} elements ({self.bytes:,} bytes)"
-
-
-class _Step(NamedTuple):
-    """One network of a plan: its einsum equation, the order of its pairwise contractions, and their cost."""
-
-    network: "Network"
-    equation: str
-    path: Path
-    flops: int
-    largest: int
 
 
 class Network:
@@ -155,7 +116,14 @@ class Network:
         Raises:
             ValueError: An index of unknown size, an unknown optimiser, or a path that does not fit.
         """
-        return self._cost(self._plan(self._bind({}, sizes or {}), optimize), self._dtype({}))
+        steps = self._plan(self._bind({}, sizes or {}), optimize).values()
+        largest = max(step.largest for step in steps)
+        return Cost(
+            flops=sum(step.flops for step in steps),
+            largest=largest,
+            bytes=largest * self._dtype({}).itemsize,
+            path=tuple(step.path for step in steps),
+        )
 
     def contract(
         self,
@@ -190,9 +158,9 @@ class Network:
             operand for node in self._nodes() for operand, _ in node.operands if isinstance(operand, Network)
         )
         results: dict[Network, Tensor] = {}
-        for step in plan:
+        for node, step in plan.items():
             tensors = []
-            for operand, _ in step.network.operands:
+            for operand, _ in node.operands:
                 if isinstance(operand, Network):
                     tensors.append(results[operand])
                     uses[operand] -= 1
@@ -201,9 +169,7 @@ class Network:
                 else:
                     tensors.append(_tensor(operand, inputs).to(dtype))
             with without_autocast(tensors[0].device.type):
-                results[step.network] = opt_einsum.contract(
-                    step.equation, *tensors, optimize=step.path, backend="torch"
-                )
+                results[node] = opt_einsum.contract(step.equation, *tensors, optimize=step.path, backend="torch")
         return results[self]
 
     def compile(
@@ -298,7 +264,7 @@ class Network:
         try:
             import quimb.tensor
         except ImportError as error:
-            raise ImportError('to_quimb needs quimb, which is optional: pip install "tnlm[quimb]"') from error
+            raise ImportError("to_quimb needs quimb, which is optional: pip install quimb") from error
 
         class Open(quimb.tensor.TensorNetwork):
             """A network that knows its output: quimb takes for it what stands in one tensor only."""
@@ -379,43 +345,24 @@ class Network:
             classes.assign((self, index), size, "sizes")
         return {node: classes.sizes(node) for node in self._nodes()}
 
-    def _plan(self, sizes: Mapping["Network", Mapping[str, int]], optimize: Optimize) -> list[_Step]:
+    def _plan(self, sizes: Mapping["Network", Mapping[str, int]], optimize: Optimize) -> dict["Network", Step]:
+        """How each node is contracted, operands before the networks that use them."""
         nodes = self._nodes()
         for node in reversed(nodes):
             for index in (index for _, indices in node.operands for index in indices):
                 if index not in sizes[node]:
                     raise ValueError(f"size of {index!r} in {node.name} is unknown; pass sizes={{{index!r}: ...}}")
-        choices: Sequence[Any]
-        if isinstance(optimize, str):
-            try:
-                get_path_fn(optimize)
-            except KeyError as error:
-                raise ValueError(
-                    f"optimize must name an opt_einsum optimiser, got {optimize!r}: {error.args[0]}"
-                ) from None
-            choices = [optimize] * len(nodes)
-        elif callable(optimize) and not isinstance(optimize, type):
-            choices = [optimize] * len(nodes)
-        elif isinstance(optimize, Sequence) and len(optimize) == len(nodes):
-            choices = optimize
-        else:
-            got = f"{len(optimize)} paths" if isinstance(optimize, Sequence) else repr(optimize)
-            raise ValueError(
-                "optimize must be the name of an optimiser, an optimiser (an object, not its class) or one path for "
-                f"each of the {len(nodes)} nodes of {self.name}, as in cost().path; got {got}"
-            )
-        return [_step(node, sizes[node], choice) for node, choice in zip(nodes, choices, strict=True)]
+        choices = one_choice_each(optimize, len(nodes), self.name)
+        return {
+            node: plan_step(node.name, [names for _, names in node.operands], node.output, sizes[node], choice)
+            for node, choice in zip(nodes, choices, strict=True)
+        }
 
-    def _cost(self, plan: Sequence[_Step], dtype: torch.dtype) -> Cost:
-        largest = max(step.largest for step in plan)
-        flops = sum(step.flops for step in plan)
-        return Cost(flops, largest, largest * dtype.itemsize, tuple(step.path for step in plan))
-
-    def _check_budget(self, plan: Sequence[_Step], dtype: torch.dtype, max_bytes: int) -> None:
-        worst = max(plan, key=lambda step: step.largest)
+    def _check_budget(self, plan: Mapping["Network", Step], dtype: torch.dtype, max_bytes: int) -> None:
+        node, worst = max(plan.items(), key=lambda item: item[1].largest)
         needed = worst.largest * dtype.itemsize
         if needed > max_bytes:
-            where = self.name if worst.network is self else f"{worst.network.name} inside {self.name}"
+            where = self.name if node is self else f"{node.name} inside {self.name}"
             raise ValueError(
                 f"contracting {where} builds an array of {worst.largest:,} elements ({needed:,} bytes in {dtype}), "
                 f"over max_bytes={max_bytes:,}; raise max_bytes, choose another optimize, or contract a smaller part"
@@ -499,51 +446,3 @@ def _rank(operand: Operand) -> int | None:
 
 def _tensor(operand: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     return inputs[operand] if isinstance(operand, str) else operand
-
-
-def _step(network: Network, sizes: Mapping[str, int], optimize: Any) -> _Step:
-    """Plan the pairwise contractions of one network."""
-    indices = list(dict.fromkeys(index for _, names in network.operands for index in names))
-    symbol = {index: opt_einsum.get_symbol(number) for number, index in enumerate(indices)}
-    terms = ["".join(symbol[index] for index in names) for _, names in network.operands]
-    equation = f"{','.join(terms)}->{''.join(symbol[index] for index in network.output)}"
-    shapes = [tuple(sizes[index] for index in names) for _, names in network.operands]
-    if callable(optimize):
-        optimize = _choose_path(network, sizes, optimize)
-    if not isinstance(optimize, str):
-        optimize = _checked_path(network, optimize)
-    path, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=optimize)
-    return _Step(network, equation, tuple(map(tuple, path)), int(info.opt_cost), int(info.largest_intermediate))
-
-
-def _choose_path(network: Network, sizes: Mapping[str, int], optimizer: Optimizer) -> Iterable[Sequence[int]]:
-    """The path that an optimiser chooses, or a copy of it; one or two operands leave no choice."""
-    if len(network.operands) <= 2:
-        return [range(len(network.operands))]
-    with contextlib.suppress(TypeError):  # cotengra's hold a module or a pool, and cannot be copied
-        optimizer = copy.deepcopy(optimizer)
-    inputs = [frozenset(names) for _, names in network.operands]
-    return optimizer(inputs, frozenset(network.output), dict(sizes), None)
-
-
-def _checked_path(network: Network, path: Any) -> Path:
-    """A path that contracts all operands of a network, one or two at a time.
-
-    A step of more would leave the order inside it to torch, and its memory could not be foreseen.
-    """
-    left = len(network.operands)
-    try:
-        steps = tuple(tuple(map(operator.index, step)) for step in path)
-    except TypeError:
-        steps = ()
-    for step in steps:
-        if not 1 <= len(set(step)) == len(step) <= 2 or not all(0 <= position < left for position in step):
-            left = 0
-            break
-        left -= len(step) - 1
-    if left != 1:
-        raise ValueError(
-            f"a path of {network.name} must contract its {len(network.operands)} operands to one, two operands at a "
-            f"time, got {path!r}"
-        )
-    return steps

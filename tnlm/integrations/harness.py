@@ -44,7 +44,7 @@ def evaluate_tasks(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ValueError(f"benchmark tasks need lm-eval ({error}); pip install 'tnlm[evals]'") from None
+        raise ValueError(f"benchmark tasks need lm-eval ({error}); in a clone: pip install -e '.[evals]'") from None
     if not tasks:
         raise ValueError("tasks must name at least one task")
     files = {task: _read_questions(Path(task)) for task in tasks if Path(task).suffix in (".json", ".jsonl")}
