@@ -3,7 +3,8 @@
 import math
 import operator
 from collections.abc import Iterable
-from typing import Literal, get_args, overload
+from functools import partial
+from typing import Literal, TypeVar, get_args
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -17,49 +18,15 @@ from tnlm.text.tokenizer import Tokenizer
 from tnlm.transformer import TOKEN_DTYPES, Transformer, check_ids
 
 CacheKind = Literal["auto", "kv", "recurrent", "none"]
-
+Prompt = TypeVar("Prompt", Int[Tensor, "batch _"], str)
+"""A batch of prompts as ids, or one prompt as text."""
 
 DEFAULT_NEW_TOKENS = 64
 
 
-@overload
 def generate(
     model: Transformer,
-    tokens: str,
-    max_new_tokens: int | None = ...,
-    *,
-    tokenizer: Tokenizer | None = ...,
-    temperature: float | int = ...,
-    top_k: int | None = ...,
-    top_p: float | int | None = ...,
-    stop: int | Iterable[int] | None = ...,
-    pad: int | None = ...,
-    seed: int | None = ...,
-    cache: CacheKind = ...,
-) -> str: ...
-
-
-@overload
-def generate(
-    model: Transformer,
-    tokens: Int[Tensor, "batch seq"],
-    max_new_tokens: int | None = ...,
-    *,
-    tokenizer: Tokenizer | None = ...,
-    temperature: float | int = ...,
-    top_k: int | None = ...,
-    top_p: float | int | None = ...,
-    stop: int | Iterable[int] | None = ...,
-    pad: int | None = ...,
-    seed: int | None = ...,
-    cache: CacheKind = ...,
-) -> Int[Tensor, "batch longer"]: ...
-
-
-@torch.no_grad()
-def generate(
-    model: Transformer,
-    tokens: Int[Tensor, "batch seq"] | str,
+    tokens: Prompt,
     max_new_tokens: int | None = None,
     *,
     tokenizer: Tokenizer | None = None,
@@ -70,7 +37,7 @@ def generate(
     pad: int | None = None,
     seed: int | None = None,
     cache: CacheKind = "auto",
-) -> Int[Tensor, "batch longer"] | str:
+) -> Prompt:
     """Continue every prompt of a batch of ids, or one prompt given as text; all prompts must have the same length.
 
     Padding ids (``d_vocab_used`` and above) are never sampled. Hooks on named points see only the new positions,
@@ -102,33 +69,50 @@ def generate(
         ValueError: An argument is out of range, an id is not below ``d_vocab_used``, a prompt is empty or left-padded,
             or the logits are NaN or overflow.
     """
-    text = tokens if isinstance(tokens, str) else None
-    if text is not None:
-        tokenizer = find_tokenizer(model, tokenizer)
-        tokens = torch.tensor([encode_prompt(text, tokenizer)], device=model.embed.w_e.device)
-        stop = tokenizer.eot if stop is None else stop
-    if max_new_tokens is None:
+    continued = partial(
+        _continue, model, n=max_new_tokens, options=_options(temperature, top_k, top_p), pad=pad, seed=seed, cache=cache
+    )
+    if not isinstance(tokens, str):
+        return continued(tokens, stop=stop)
+    tokenizer = find_tokenizer(model, tokenizer)
+    ids = torch.tensor([encode_prompt(tokens, tokenizer)], device=model.embed.w_e.device)
+    added = continued(ids, stop=tokenizer.eot if stop is None else stop)[0, ids.shape[1] :].tolist()
+    return tokens + tokenizer.decode(added[:-1] if added[-1:] == [tokenizer.eot] else added)
+
+
+@torch.no_grad()
+def _continue(
+    model: Transformer,
+    tokens: Int[Tensor, "batch seq"],
+    *,
+    n: int | None,
+    options: tuple[float, int | None, float | None],
+    stop: int | Iterable[int] | None,
+    pad: int | None,
+    seed: int | None,
+    cache: str,
+) -> Int[Tensor, "batch longer"]:
+    """The prompts and ``n`` new ids; ``options`` are temperature, top-k and top-p. See :func:`generate`."""
+    if n is None:
         room = model.config.n_ctx - tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim == 2 else 1
-        max_new_tokens = min(DEFAULT_NEW_TOKENS, max(room, 1))
+        n = min(DEFAULT_NEW_TOKENS, max(room, 1))
     limit = model.config.d_vocab_used
     assert limit is not None
-    temperature, top_k, top_p = _options(temperature, top_k, top_p)
-    if not _is_integer(max_new_tokens) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}")
+    if not _is_integer(n) or n < 0:
+        raise ValueError(f"max_new_tokens must be an integer >= 0, got {n!r}")
     stops = torch.tensor(_stop_ids(stop, limit), dtype=torch.int64, device="cpu")
     if pad is not None:
         pad = as_token_id("pad", pad, model.config.d_vocab)
-    assert not isinstance(tokens, str)
-    _check_prompt(model, tokens, pad, max_new_tokens)
+    _check_prompt(model, tokens, pad, n)
     generator = None if seed is None else _generator(seed)
-    state = _new_cache(model, cache, tokens.shape[1] + max_new_tokens)
+    state = _new_cache(model, cache, tokens.shape[1] + n)
 
     out = tokens.long()
     running = torch.ones(out.shape[0], dtype=torch.bool, device="cpu")
     new = out
-    for _ in range(max_new_tokens):
+    for _ in range(n):
         logits = model(out, last=True) if state is None else model(new, cache=state, last=True)
-        chosen = _draw(logits[:, -1, :limit], temperature, top_k, top_p, generator)
+        chosen = _draw(logits[:, -1, :limit], *options, generator)
         filler = out[:, -1].cpu() if pad is None else torch.full_like(chosen, pad)
         chosen = torch.where(running, chosen, filler)
         running &= ~torch.isin(chosen, stops)
@@ -136,10 +120,7 @@ def generate(
         out = torch.cat([out, new], dim=1)
         if len(stops) and not running.any():
             break
-    if text is not None:
-        new_ids = out[0, tokens.shape[1] :].tolist()
-        return text + tokenizer.decode(new_ids[:-1] if new_ids[-1:] == [tokenizer.eot] else new_ids)
-    return out if max_new_tokens else out.clone()
+    return out if n else out.clone()
 
 
 def probabilities(
