@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from tnlm.app.held_out import text_or_held_out
 from tnlm.output.command import Command, ModelCommand, TextCommand, guarded, load_model, print_record, print_version
 from tnlm.output.exit_codes import ExitCode
-from tnlm.text.default_tokenizer import encode_prompt, find_tokenizer, folders_of, one_token, source_of
+from tnlm.text.default_tokenizer import encode_prompt, find_tokenizer, one_token, source_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,7 +176,7 @@ class Eval(TextCommand):
             return self._run_tasks(model, tokenizer)
         from tnlm.text.evaluate import byte_lengths, cross_entropy
 
-        tokens, seq, source = _text_or_held_out(self.text, model, tokenizer, self.seq)
+        tokens, seq, source = text_or_held_out(self.text, model, tokenizer, self.seq)
         lengths = byte_lengths(tokenizer)
         result = cross_entropy(
             model, tokens, seq=seq, rows=self.rows, batch_size=self.batch_size, byte_lengths=lengths, progress=True
@@ -370,7 +371,7 @@ class Report(TextCommand):
         model = self.load()
         tokenizer = find_tokenizer(model, self.tokenizer)
         seq = min(REPORT_SEQ, model.config.n_ctx) if self.seq is None else self.seq
-        stream, _, source = _text_or_held_out(self.text, model, tokenizer, seq)
+        stream, _, source = text_or_held_out(self.text, model, tokenizer, seq)
         if self.rows < 1 or seq < 1 or len(stream) <= seq:
             raise ValueError(
                 f"a report needs at least one row of seq + 1 tokens, got rows={self.rows}, seq={seq} and "
@@ -462,45 +463,6 @@ def _count_dtypes(tensors: "dict[str, Tensor]") -> dict[str, int]:
         name = str(tensor.dtype).removeprefix("torch.")
         counts[name] = counts.get(name, 0) + tensor.numel()
     return counts
-
-
-def _text_or_held_out(
-    text: Path | None, model: "Transformer", tokenizer: "Tokenizer", seq: int | None
-) -> "tuple[Tensor, int | None, str]":
-    """Ids of a text file or of a run's validation tokens, their window, and their name for tables and records."""
-    import torch
-
-    if text is not None:
-        return torch.tensor(tokenizer.encode(text.read_text(encoding="utf-8"))), seq, str(text)
-    run = _run_folder(model)
-    if run is None:
-        raise ValueError("which text? Pass --text FILE; only a training run brings validation tokens of its own")
-    from tnlm.output.files import read_json
-    from tnlm.training.config import load_config
-    from tnlm.training.data.inputs import open_inputs
-    from tnlm.training.run.distributed import World
-
-    inputs = open_inputs(load_config(run / "config.json"), World.from_environment())
-    inputs.loader.close()
-    facts = next((path for folder in folders_of(model) if (path := folder / "training.json").is_file()), None)
-    trained_with = None if facts is None else read_json(facts).get("val_fingerprint")
-    if trained_with not in (None, inputs.validation.fingerprint):
-        warnings.warn(
-            f"the validation tokens are not those that {run} was trained with: their sha256 is "
-            f"{inputs.validation.fingerprint[:16]}, and {facts} records {trained_with[:16]}; results do not compare "
-            "with the curve of the run",
-            stacklevel=2,
-        )
-    windows = torch.cat(list(inputs.validation.batches(1024))).long()
-    stream = torch.cat([windows[0, :1], windows[:, 1:].flatten()])
-    return stream, inputs.validation.seq if seq is None else seq, f"validation tokens of {run}"
-
-
-def _run_folder(model: "Transformer") -> Path | None:
-    """Folder of the training run that the weights came from; None if they came from elsewhere."""
-    from tnlm.checkpoints.local import is_run
-
-    return next(filter(is_run, folders_of(model)), None)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tnlm.app.held_out import validation_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -41,7 +43,9 @@ def run(out: Path, *, steps: int | None = None, say: Say = print) -> dict[str, A
     say(CAVEAT)
 
     model = tnlm.load(variant.folder)
-    tokens, tokenizer = _held_out(variant.folder)
+    validation, tokenizer = validation_of(variant.folder)
+    assert tokenizer is not None
+    tokens = next(iter(validation.batches(32))).long()
     net = interp.extract(model)
     say(f"\n== weights as tensors: relative difference to the forward {net.check(tokens[:2, :-1]):.1e}")
     token = _frequent_word(tokens, tokenizer)
@@ -69,18 +73,6 @@ def _train(out: Path, mlp: str, attention: str, *, steps: int | None) -> "Result
     begun = " (what is done is kept)" if folder.exists() else ""
     print(f"== training {mlp} MLP, {attention} attention: {config.steps} steps{begun}", file=sys.stderr)
     return train(config)
-
-
-def _held_out(folder: Path) -> "tuple[Tensor, Tokenizer]":
-    """Validation windows of a run, (rows, seq + 1), and its tokenizer."""
-    from tnlm.training.config import load_config
-    from tnlm.training.data.inputs import open_inputs
-    from tnlm.training.run.distributed import World
-
-    inputs = open_inputs(load_config(folder / "config.json"), World.from_environment())
-    inputs.loader.close()
-    assert inputs.tokenizer is not None
-    return next(iter(inputs.validation.batches(32))).long(), inputs.tokenizer
 
 
 def _frequent_word(tokens: "Tensor", tokenizer: "Tokenizer") -> int:
