@@ -1,7 +1,7 @@
 """The mutation tester of ``scripts/mutants``: what it changes and leaves alone, and that it tells dead from alive."""
 
 import ast
-import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -14,12 +14,18 @@ FOLDER = ROOT / "scripts" / "mutants"
 
 
 @pytest.fixture(scope="module")
-def mutations():
+def load():
+    """Imports a module of the mutation tester, whose folder is no package, by its name."""
     sys.path.insert(0, str(FOLDER))
     try:
-        yield importlib.import_module("mutations").mutations
+        yield lambda name: importlib.import_module(name)
     finally:
         sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def mutations(load):
+    return load("mutations").mutations
 
 
 CHANGES = [
@@ -91,6 +97,52 @@ def test_every_mutant_of_the_package_compiles_and_differs(mutations):
             mutated = mutation.apply(source)
             assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source)), mutation
             assert mutation.lines[0] <= mutation.line <= mutation.lines[1], mutation
+
+
+RUNS = {
+    "passes": ("def test(): pass", "survived"),
+    "fails": ("def test(): assert 0", "killed"),
+    "cannot be imported": ("import tnlm.no_such_module", "killed"),
+    "crashes": ("import os\ndef test(): os.abort()", "killed"),
+    "hangs": ("import time\ndef test(): time.sleep(600)", "timeout"),
+    "holds no test": ("", "error"),
+    "stops pytest": ("import pytest\ndef test(): pytest.exit('enough', returncode=3)", "error"),
+    "is missing": (None, "error"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_that_tells_nothing_about_the_change_kills_nothing(tmp_path, kind):
+    text, expected = RUNS[kind]
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    if text is not None:
+        (tree / "test_it.py").write_text(text)
+    program = (
+        "import sys; from pathlib import Path; from trial import outcome, run_tests\n"
+        f"print(outcome(run_tests(Path({str(tree)!r}), ['test_it.py'], timeout={20 if kind == 'hangs' else 300})))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=FOLDER, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [expected]
+
+
+def test_runs_that_could_not_be_made_are_counted_apart(load):
+    spec = importlib.util.spec_from_file_location("mutants_program", FOLDER / "__main__.py")
+    program = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = program  # a dataclass looks its module up there
+    try:
+        spec.loader.exec_module(program)
+    finally:
+        del sys.modules[spec.name]
+    facts = {"place": "a.py:1", "kind": "sign", "before": "-a", "after": "a", "tests": 1, "seconds": 0.1}
+    outcomes = ["killed"] * 4 + ["timeout"] * 2 + ["survived"] + ["not run"] + ["error"] * 3
+    text = program.summary([program.Outcome(**facts, outcome=outcome) for outcome in outcomes]).splitlines()
+    assert text[0].split() == ["kind", "killed", "timeout", "survived", "not", "run", "error"]
+    assert text[1].split() == ["sign", "4", "2", "1", "1", "3"]
+    assert text[2:4] == ["6 of 8 mutants die (75.0 %)", "3 could not be tried: pytest ended before it ran the tests"]
+    assert [line.split("]")[1].split(",")[0].strip() for line in text if line.startswith("a.py")] == outcomes[6:]
 
 
 PACKAGE = """

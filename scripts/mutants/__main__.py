@@ -28,7 +28,7 @@ from pathlib import Path
 
 from mutations import Mutation, mutations
 from testmap import TestMap, entry, measure, test_files, within
-from trial import ROOT, TIMEOUT, copy_tree, preload, run_tests
+from trial import ROOT, copy_tree, outcome, preload, run_tests
 
 READ = (
     "tnlm/interp/views/*", "tnlm/training/compare/report.py", "tnlm/training/compare/plot.py", "tnlm/output/*",
@@ -45,7 +45,10 @@ SLOWER = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One mutant: ``killed``, ``timeout`` (counts as killed), ``survived``, or ``not run`` by any test."""
+    """One mutant: ``killed``, ``timeout`` (counts as killed), ``survived``, ``not run`` by any test, or ``error``.
+
+    An error says that pytest could not run the tests: it tells nothing about the mutant, and counts neither way.
+    """
 
     place: str
     kind: str
@@ -84,18 +87,18 @@ def _try(
     file = _tree / mutation.path
     source = file.read_text()
     before, after = mutation.shown(source)
-    started, tried, outcome = time.monotonic(), 0, "survived" if near else "not run"
+    started, tried, found = time.monotonic(), 0, "survived" if near else "not run"
     file.write_text(source if control else mutation.apply(source))
     try:
         for tests in (list(within(near, budget)), list(within(far, budget))):
-            if not tests or outcome not in ("survived", "not run"):
+            if not tests or found not in ("survived", "not run"):
                 continue
             names, timeout = [name for name, _ in tests], STARTING_SECONDS + SLOWER * sum(s for _, s in tests)
             code = run_tests(_tree, names, timeout=timeout)
             if code == 4:  # a parameter has another name now: try the files
                 code = run_tests(_tree, sorted({n.partition("::")[0] for n in names}), timeout=timeout)
             tried += len(tests)
-            outcome = {0: "survived", TIMEOUT: "timeout"}.get(code, "killed")
+            found = outcome(code)
     finally:
         file.write_text(source)
     return Outcome(
@@ -103,7 +106,7 @@ def _try(
         kind=mutation.kind,
         before=before,
         after=after,
-        outcome=outcome,
+        outcome=found,
         tests=tried,
         seconds=round(time.monotonic() - started, 1),
     )
@@ -165,16 +168,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """A table of kinds against outcomes, then the mutants that live, each with its line before and after."""
-    columns = ("killed", "timeout", "survived", "not run")
+    """A table of kinds against outcomes, then the mutants that did not die, each with its line before and after."""
+    columns = ("killed", "timeout", "survived", "not run", "error")
     counts = Counter((o.kind, o.outcome) for o in outcomes)
     rows = [f"{'kind':<20}" + "".join(f"{c:>10}" for c in columns)]
     for kind in sorted({o.kind for o in outcomes}):
         rows.append(f"{kind:<20}" + "".join(f"{counts[kind, c]:>10}" for c in columns))
-    alive = [o for o in outcomes if o.outcome in ("survived", "not run")]
-    dead = len(outcomes) - len(alive)
-    rows.append(f"{dead} of {len(outcomes)} mutants die ({100 * dead / max(1, len(outcomes)):.1f} %)")
-    rows += [f"\n{o.place} [{o.kind}] {o.outcome}, {o.tests} tests\n- {o.before}\n+ {o.after}" for o in alive]
+    tried = [o for o in outcomes if o.outcome != "error"]
+    dead = [o for o in tried if o.outcome in ("killed", "timeout")]
+    rows.append(f"{len(dead)} of {len(tried)} mutants die ({100 * len(dead) / max(1, len(tried)):.1f} %)")
+    if len(tried) < len(outcomes):
+        rows.append(f"{len(outcomes) - len(tried)} could not be tried: pytest ended before it ran the tests")
+    listed = [o for o in outcomes if o.outcome not in ("killed", "timeout")]
+    rows += [f"\n{o.place} [{o.kind}] {o.outcome}, {o.tests} tests\n- {o.before}\n+ {o.after}" for o in listed]
     return "\n".join(rows)
 
 

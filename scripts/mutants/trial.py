@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "numpy", "scipy", "plotly.graph_objects", "transformers", "pyarrow", "pytest", "tiktoken")
 MEMORY = 12 * 2**30
 """Bytes that a test run may allocate: a mutated size must not take the machine down."""
-TIMEOUT = -1
-"""Stands for the exit code of a run that was stopped."""
+TIMEOUT = 1000
+"""Stands for the exit code of a run that was stopped; no process ends with it."""
 
 
 def preload() -> None:
@@ -53,7 +53,10 @@ def copy_tree(to: Path) -> Path:
 def run_tests(
     tree: Path, tests: Sequence[str], *, timeout: float, plugins: Sequence[Any] = (), stop: bool = True
 ) -> int:
-    """The exit code of pytest on ``tests`` in ``tree``, or ``TIMEOUT``. What they started is killed at the end."""
+    """The exit code of pytest on ``tests`` in ``tree``, minus the signal that ended it, or ``TIMEOUT``.
+
+    What the tests started is killed at the end.
+    """
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -70,10 +73,23 @@ def run_tests(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
             if done:
-                return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1
+                return os.waitstatus_to_exitcode(status)
             os.waitpid(child, 0)
             return TIMEOUT
         time.sleep(0.02)
+
+
+def outcome(code: int) -> str:
+    """What a run of :func:`run_tests` says about the change that was tried.
+
+    Only tests that fail (1), a module that cannot be imported (2) and a process that is ended by a signal tell of the
+    change. The other exit codes of pytest say that no test ran as it was asked to.
+    """
+    if code == TIMEOUT:
+        return "timeout"
+    if code == 0:
+        return "survived"
+    return "killed" if code in (1, 2) or code < 0 else "error"
 
 
 def said(tree: Path) -> str:
