@@ -48,7 +48,7 @@ demo: $(VENV)/.base
 
 test: $(VENV)/.test
 	$(PYTEST) tests
-	$(PYTEST) --dist loadgroup tests/kernels/interpreter  # its own process: the interpreter must be on before Triton decorates a kernel
+	$(PYTEST) --dist load tests/kernels/interpreter  # its own process: the interpreter must be on before Triton decorates a kernel
 
 # what runs in processes of its own is not checked there; the table of symmetries calls what other tests call
 UNTYPED := kernels interp/test_symmetries.py interp/tokens/test_study_copying.py training/run/test_distributed.py \

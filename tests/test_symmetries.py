@@ -20,7 +20,7 @@ ROUNDINGS = 2**16
 PURE = {"d_vocab": 13, "d_vocab_used": 11, "n_layer": 2, "n_head": 3, "d_model": 12, "d_hidden": 7, "n_ctx": 17}
 CONFIGS = {
     "released": tiny(norm_eps=0.0),
-    "no softcap": tiny(norm_eps=0.0, logit_softcap=None),
+    "no softcap": tiny(norm_eps=0.0, logit_softcap=None, n_layer=2),
     "squared": tiny(norm_eps=0.0, mlp="squared", attention="squared", qk_bias=True),
     "squared, no QK-norm": tiny(norm_eps=0.0, mlp="squared", attention="squared", qk_norm=False, qk_bias=True),
     "rows": tiny(norm_eps=0.0, attention="squared_normalized", mlp="relu2"),

@@ -16,7 +16,7 @@ from tests.interp.views import test_plot as plotted
 from tests.interp.views import test_reporting as reported
 from tests.planted import assert_noticed
 from tnlm.interp.predictions import attribution, explanation, terms
-from tnlm.interp.tokens import copying, tables
+from tnlm.interp.tokens import bare_tokens, copying, tables
 from tnlm.interp.views import plot, reporting
 
 
@@ -222,14 +222,14 @@ TABLES = {
     ),
     "value of block 0 left out": (
         partial(tabled.assert_path_table, 1),
-        tables,
-        "    if first:\n",
-        "    if first and False:\n",
+        bare_tokens,
+        "if circuit.v0 is not None:",
+        "if False:",
     ),
     "value of block 0 of the layer's input": (
         partial(tabled.assert_path_table, 1),
-        tables,
-        "bare_inputs(net, 0)[ids]))",
+        bare_tokens,
+        "bare_inputs(net, 0, x0)))",
         "2 * inputs))",
     ),
     "trace kept": (partial(tabled.assert_path_table, "mlp"), tables, "net.mlp[layer].canonical()", "net.mlp[layer]"),

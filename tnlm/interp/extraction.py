@@ -16,7 +16,7 @@ from tnlm.config import POLYNOMIAL_MLPS, ModelConfig
 from tnlm.interp.contraction import contract
 from tnlm.interp.layers.bilinear import BilinearTensor, Domain
 from tnlm.interp.layers.heads import BilinearHead
-from tnlm.interp.vocabulary import centred, parallel_groups
+from tnlm.interp.vocabulary import PARALLEL, centred, parallel_groups
 from tnlm.rotary import rotary_frequencies
 from tnlm.text.default_tokenizer import encode_prompt, find_tokenizer, one_token
 from tnlm.text.tokenizer import Tokenizer
@@ -140,7 +140,7 @@ class Extracted:
         """
         return centred(self.unembed[: len(self.tokens)], weights)
 
-    def parallel_tokens(self, cosine: float = 0.999) -> Int[Tensor, " d_vocab_used"]:
+    def parallel_tokens(self, cosine: float = PARALLEL) -> Int[Tensor, " d_vocab_used"]:
         """Smallest id whose centred unembedding row points the same way, for every id in use.
 
         Tokens that training never shows are pushed alike and end up parallel, so lists of strongest tokens fill with

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from tnlm.interp.checks import check_number, check_tensor
 
+PARALLEL = 0.999
+"""Cosine from which two unembedding rows count as one direction: tokens that training never shows are pushed alike."""
 # Entries of the table of cosines that are computed at once: 64 MiB in float32.
 _BLOCK = 2**24
 
@@ -33,7 +35,7 @@ def centred(rows: Float[Tensor, "n d"], weights: Real[Tensor, " n"] | None = Non
     return rows - token_weights(weights, rows) @ rows
 
 
-def parallel_groups(rows: Float[Tensor, "n d"], cosine: float) -> Int[Tensor, " n"]:
+def parallel_groups(rows: Float[Tensor, "n d"], cosine: float = PARALLEL) -> Int[Tensor, " n"]:
     """Index of the first row of every row's group: rows are chained to the first one within ``cosine`` of them.
 
     Rows that are zero are one group.

@@ -14,8 +14,6 @@ import torch
 
 from benchmarks import attention, record
 
-# one worker: the dry run that most tests read takes half a minute
-pytestmark = pytest.mark.xdist_group("benchmark")
 ROOT = Path(attention.__file__).parents[1]
 BARE = """
 import runpy, sys
@@ -33,10 +31,8 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 MISSING = "huggingface_hub transformer_lens transformers plotly scipy jaxtyping tiktoken tokenizers tyro rich datasets"
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    """A dry run where only what the GPU run may need can be imported."""
-    folder = tmp_path_factory.mktemp("dry") / "results"
+def dry_run(folder):
+    """The rows of a dry run where only what the GPU run may need can be imported; half a minute."""
     script = folder.parent / "bare.py"
     script.write_text(BARE)
     options = ["--dry", "--repeats", "1", "--commit", "c0ffee", "--out", str(folder)]
@@ -52,7 +48,13 @@ def rows(tmp_path_factory):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_dry_run_measures_every_row_in_the_order_of_their_value(rows):
+def test_a_dry_run_measures_every_row_and_says_where_it_comes_from(tmp_path):
+    rows = dry_run(tmp_path / "results")
+    assert_every_row_in_the_order_of_its_value(rows)
+    assert_rows_name_their_source_and_what_they_are_compared_with(rows)
+
+
+def assert_every_row_in_the_order_of_its_value(rows):
     names = [*attention.SDPA, "bilinear:triton", "squared:triton", "bilinear-half:triton", "einsum:published"]
     steps = ["step:softmax", "step:bilinear", "step:bilinear-half"]
     first, second = ("B{} T{} H{} D{}".format(*shape) for shape in attention.DRY.shapes)
@@ -74,7 +76,7 @@ def test_a_dry_run_measures_every_row_in_the_order_of_their_value(rows):
     assert "No viable backend" in next(row["unsupported"] for row in rows if "unsupported" in row)
 
 
-def test_a_row_says_where_it_comes_from_and_names_what_it_is_compared_with(rows):
+def assert_rows_name_their_source_and_what_they_are_compared_with(rows):
     for row in rows:
         assert row["commit"] == "c0ffee"
         assert row["command"].startswith("python benchmarks/attention.py --dry --repeats 1")

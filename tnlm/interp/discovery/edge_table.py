@@ -14,7 +14,8 @@ from tnlm.interp.checks import check_bytes, check_count, check_number, check_sym
 from tnlm.interp.extraction import Extracted
 from tnlm.interp.layers.heads import BilinearHead
 from tnlm.interp.ranking import as_table
-from tnlm.interp.tokens.folded import draw_tokens, lifted, normed
+from tnlm.interp.tokens.bare_tokens import arrival, bare_inputs, copied_values, lifted, normed
+from tnlm.interp.tokens.folded import draw_tokens
 from tnlm.interp.vocabulary import centred
 
 Side = Literal["q", "k"]
@@ -112,7 +113,7 @@ def edges(
         overlaps = zip(*(x.tolist() for x in overlap(grams, reader.gram)), strict=True)
         for writer, (ratio, ratio_z) in zip(writers, overlaps, strict=True):
             if writer.stage < reader.stage:
-                rows = _arrival(net, writer.layer, reader.layer) * writer.rows
+                rows = arrival(net, writer.layer, reader.layer) * writer.rows
                 value, z = same_token(reader.table(rows), weights)
                 found.append(Edge(writer.name, reader.name, value, z, ratio, ratio_z))
     found.sort(key=lambda edge: -abs(edge.z))
@@ -172,21 +173,6 @@ def alignment(direction: Float[Tensor, "*batch d"], gram: Float[Tensor, "d d"]) 
     return gram.shape[0] * ((direction @ gram) * direction).sum(-1) / (length2 * trace)
 
 
-def _arrival(net: Extracted, writer: int, reader: int) -> Tensor:
-    """Factor on what layer ``writer`` writes (-1: the embedding) when layer ``reader`` (n_layer: the end) reads it."""
-    factor = net.unembed.new_ones(())
-    for layer in range(writer + 1, min(reader + 1, net.n_layer)):
-        factor = net.scalars.lambda0[layer] * factor
-        if writer < 0:
-            factor = factor + net.scalars.lambda1[layer]
-    return factor
-
-
-def _inputs(net: Extracted, x0: Tensor, layer: int) -> Tensor:
-    """Normed input of a layer whose stream holds the embedding alone."""
-    return normed(net, _arrival(net, -1, layer) * x0)
-
-
 def _heads(net: Extracted, layer: int) -> Iterator[tuple[int, BilinearHead]]:
     if net.config.attention != "none":
         for n in range(net.config.n_head):
@@ -196,12 +182,10 @@ def _heads(net: Extracted, layer: int) -> Iterator[tuple[int, BilinearHead]]:
 def _writers(net: Extracted, x0: Tensor) -> Iterator[_Writer]:
     yield _Writer("embed", -1, -1, x0)
     for layer in range(net.n_layer):
-        x = _inputs(net, x0, layer)
-        for n, head in _heads(net, layer):
-            rows = head.ov() @ lifted(net, x).mT
-            if head.v0 is not None:
-                rows = rows + head.ov("first") @ lifted(net, _inputs(net, x0, 0)).mT
-            yield _Writer(f"head {layer}.{n}", 2 * layer, layer, rows.mT)
+        x = bare_inputs(net, layer, x0)
+        for n, _ in _heads(net, layer):
+            written = copied_values(net, layer, n, x, x0)
+            yield _Writer(f"head {layer}.{n}", 2 * layer, layer, (written.left @ written.right).mT)
         if net.config.mlp != "none":
             yield _Writer(f"mlp {layer}", 2 * layer + 1, layer, net.mlp[layer](x))
 
@@ -213,7 +197,7 @@ def _readers(net: Extracted, ids: Tensor, weights: Tensor, distance: int) -> Ite
         for n, head in _heads(net, layer):
             name, stage = f"head {layer}.{n}", 2 * layer
             for side, words in _SIDES.items():
-                table = _pattern(net, layer, head, side, _inputs(net, x0, layer), distance)
+                table = _pattern(net, layer, head, side, bare_inputs(net, layer, x0), distance)
                 # the constant coordinate is not part of the residual stream
                 gram = _pattern_gram(head, side, distance)[net.config.qk_bias :, net.config.qk_bias :]
                 yield _Reader(f"{name} {words}", stage, layer, table, gram)

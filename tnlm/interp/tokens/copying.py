@@ -9,7 +9,7 @@ from torch import Tensor
 from tnlm.interp.checks import check_count, check_real, check_tensor, check_view
 from tnlm.interp.extraction import Extracted
 from tnlm.interp.layers.heads import BilinearHead
-from tnlm.interp.tokens.tables import copied_values, normed
+from tnlm.interp.tokens.bare_tokens import copied_values, normed
 
 
 class Match(NamedTuple):
@@ -95,8 +95,8 @@ def copy_table(
     check_view(net, "config", "attention", "unembed", "write_factors")
     check_count("layer", layer, 0, len(net.attention) - 1)
     check_tensor("inputs", inputs, (len(net.unembed), net.unembed.shape[1]), net.unembed)
-    written = copied_values(net, layer, head, normed(net, inputs), torch.arange(len(inputs)))
-    return (net.unembed @ written.left) @ written.right
+    written = copied_values(net, layer, head, normed(net, inputs), net.x0)
+    return (net.write_factors[layer] * net.unembed @ written.left) @ written.right
 
 
 def follower_entries(tokens: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq seq"]:

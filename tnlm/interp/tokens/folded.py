@@ -17,10 +17,9 @@ from tnlm.interp.extraction import Extracted
 from tnlm.interp.layers.bilinear import BilinearTensor, unit_scale
 from tnlm.interp.layers.grams import kernel_blocks
 from tnlm.interp.layers.heads import BilinearHead, pattern_product
+from tnlm.interp.tokens.bare_tokens import lifted, normed
 from tnlm.interp.vocabulary import centred, parallel_groups, token_weights
 
-# Tokens whose unembedding rows have at least this cosine count once: those that training never shows are parallel.
-_PARALLEL = 0.999
 # Numbers of one block of queries or keys: 128 MiB in float64.
 _BLOCK = 2**24
 
@@ -46,20 +45,10 @@ def draw_tokens(
             p = torch.ones_like(p)
     for net in nets:
         rows = centred(net.unembed[ids], p[ids].to(net.unembed))
-        ids = ids[parallel_groups(rows, _PARALLEL) == torch.arange(len(ids), device=ids.device)]
+        ids = ids[parallel_groups(rows) == torch.arange(len(ids), device=ids.device)]
     if len(ids) < 2:
         raise ValueError(f"at least 2 tokens must differ and have a weight, got {len(ids)}")
     return ids, p[ids] / p[ids].sum()
-
-
-def normed(net: Extracted, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-    """Rows as a block reads them."""
-    return x if net.config.norm == "none" else x / (x.square().mean(-1, keepdim=True) + net.config.norm_eps).sqrt()
-
-
-def lifted(net: Extracted, x: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_in"]:
-    """Inputs of a head: with query and key biases its maps read ``(1, x)``."""
-    return torch.cat([torch.ones_like(x[:, :1]), x], 1) if net.config.qk_bias else x
 
 
 @dataclass(frozen=True, eq=False)

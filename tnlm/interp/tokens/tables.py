@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int, Real
+from jaxtyping import Int, Real
 from torch import Tensor
 
 from tnlm.interp.checks import check_count, check_tensor, check_view
@@ -12,7 +12,8 @@ from tnlm.interp.extraction import Extracted
 from tnlm.interp.layers.bilinear import BilinearTensor
 from tnlm.interp.layers.lowrank import LowRank
 from tnlm.interp.ranking import Pair, as_table, rank_pairs, token_ids
-from tnlm.interp.vocabulary import parallel_groups
+from tnlm.interp.tokens.bare_tokens import bare_inputs, copied_values
+from tnlm.interp.vocabulary import PARALLEL, parallel_groups
 
 
 def top_tokens(
@@ -110,7 +111,7 @@ def path_table(
 
 
 def distinct_tokens(
-    net: Extracted, weights: Real[Tensor, " d_vocab_used"] | None = None, cosine: float = 0.999
+    net: Extracted, weights: Real[Tensor, " d_vocab_used"] | None = None, cosine: float = PARALLEL
 ) -> Int[Tensor, " n"]:
     """Ids of the tokens worth ranking: of weight above 0, and the first of each group of parallel unembedding rows.
 
@@ -125,52 +126,19 @@ def distinct_tokens(
     return ids[parallel_groups(rows[ids], cosine).unique()]
 
 
-def bare_inputs(net: Extracted, layer: int) -> Float[Tensor, "d_vocab d_model"]:
-    """What a layer reads of a residual stream that holds the token's embedding alone: normed in models with norms."""
-    factor = net.x0.new_ones(())
-    for lambda0, lambda1 in zip(net.scalars.lambda0[: layer + 1], net.scalars.lambda1[: layer + 1], strict=True):
-        factor = lambda0 * factor + lambda1
-    return normed(net, factor * net.x0)
-
-
-def normed(net: Extracted, x: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_model"]:
-    """Rows of the residual stream after the norm of a layer, as they are in models without norms."""
-    if net.config.norm == "none":
-        return x
-    return x / (x.square().mean(-1, keepdim=True) + net.config.norm_eps).sqrt()
-
-
-def copied_values(
-    net: Extracted, layer: int, head: int, inputs: Float[Tensor, "n d_model"], ids: Int[Tensor, " n"]
-) -> LowRank:
-    """What a head writes into the final residual stream for each input that it reads with weight 1: ``(d_model, n)``.
-
-    Args:
-        inputs: Normed inputs of the layer at the positions of the tokens ``ids``; block 0, whose value a value residual
-            adds, reads the embedding of these tokens.
-    """
-    circuit, first = net.attention[layer].head(head), net.config.value_residual and layer > 0
-    paths = [(circuit.ov("layer"), inputs)]
-    if first:
-        paths.append((circuit.ov("first"), bare_inputs(net, 0)[ids]))
-    lift = net.config.qk_bias  # maps of (1, x)
-    values = [ov.right @ (torch.cat([torch.ones_like(x[:, :1]), x], 1) if lift else x).mT for ov, x in paths]
-    left = torch.cat([ov.left for ov, _ in paths], 1)
-    return LowRank(left * net.write_factors[layer], torch.cat(values))
-
-
 def _path_columns(
     net: Extracted, layer: int, path: int | Literal["mlp", "direct"], targets: Tensor
 ) -> Callable[[Tensor], Tensor]:
     """Function that computes the columns of a block of source tokens, one row per row of ``targets``."""
-    if isinstance(path, int):
-        written = copied_values(net, layer, path, bare_inputs(net, layer), torch.arange(len(net.x0)))
-        left = targets @ written.left
-        return lambda block: left @ written.right[:, block]
-    if path == "mlp":
-        form, x, factor = net.mlp[layer].canonical(), bare_inputs(net, layer), net.write_factors[layer]
-        quadratic = BilinearTensor(form.w_l, form.w_r, form.w_d)
-        return lambda block: factor * targets @ quadratic(x[block]).mT
     if path == "direct":
         return lambda block: net.embed_factor * targets @ net.x0[block].mT
-    raise ValueError(f'path must be a head number, "mlp" or "direct", got {path!r}')
+    if path != "mlp" and not isinstance(path, int):
+        raise ValueError(f'path must be a head number, "mlp" or "direct", got {path!r}')
+    x, factor = bare_inputs(net, layer, net.x0), net.write_factors[layer]
+    if path == "mlp":
+        form = net.mlp[layer].canonical()
+        quadratic = BilinearTensor(form.w_l, form.w_r, form.w_d)
+        return lambda block: factor * targets @ quadratic(x[block]).mT
+    written = copied_values(net, layer, path, x, net.x0)
+    left = factor * targets @ written.left
+    return lambda block: left @ written.right[:, block]

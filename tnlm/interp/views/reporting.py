@@ -17,7 +17,8 @@ from tnlm.interp.layers.spectra import eig
 from tnlm.interp.predictions.ablation import delta_ce, with_mlp
 from tnlm.interp.predictions.explanation import explain
 from tnlm.interp.ranking import Pair
-from tnlm.interp.tokens.tables import bare_inputs, copied_values, distinct_tokens, path_table
+from tnlm.interp.tokens.bare_tokens import bare_inputs, copied_values
+from tnlm.interp.tokens.tables import distinct_tokens, path_table
 from tnlm.interp.views import plot
 from tnlm.interp.vocabulary import token_weights
 from tnlm.output.page import Page
@@ -199,12 +200,13 @@ def _heads(page: Page, study: _Study) -> None:
         return
     page.heading("Heads")
     ids = distinct_tokens(net, study.weights)
-    targets = net.unembed_centred(study.weights)[ids]
+    targets, x0 = net.unembed_centred(study.weights)[ids], net.x0[ids]
     rows: list[tuple[object, ...]] = []
     for layer in range(net.n_layer):
         for n in range(net.config.n_head):
-            written = copied_values(net, layer, n, bare_inputs(net, layer)[ids], ids)
-            typical = float(LowRank(targets @ written.left, written.right).norm()) / len(ids)
+            written = copied_values(net, layer, n, bare_inputs(net, layer, x0), x0)
+            left = net.write_factors[layer] * targets @ written.left
+            typical = float(LowRank(left, written.right).norm()) / len(ids)
             found = path_table(net, layer, n, 1, by="all", which="abs", weights=study.weights)
             pairs = [Pair(*row) for row in (found.itertuples(index=False) if hasattr(found, "itertuples") else found)]
             # none where the text has one token alone
