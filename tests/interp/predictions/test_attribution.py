@@ -89,7 +89,7 @@ def test_bad_requests_are_refused():
         attribute(extract(make("swiglu")), torch.tensor([1]), 1, layers=[0])
 
 
-def assert_known_pairs():
+def test_every_pair_of_the_known_model():
     """Every entry of the known model's matrix of pairs, by name; the others are 0."""
     found = attribute(known_model(), PROMPT, TARGET)
     heads = [f"H{n}" for n in range(3)]
@@ -105,17 +105,12 @@ def assert_known_pairs():
     assert_close(entries, {pair: expected[pair] for pair in entries}, dtype=torch.float32)
 
 
-def assert_known_shares():
+def test_every_shapley_share_of_the_known_model():
     """Every Shapley share of the known model, by name."""
     found = attribute(known_model(), PROMPT, TARGET, "shapley")
     shares = {name: float(value) for name, value in zip(found.names, found.values, strict=True) if abs(value) > 1e-6}
     assert shares.keys() == {"embed", "L1.H2"}
     assert_close([shares["embed"], shares["L1.H2"]], [-5.5, -3.0], dtype=torch.float32)
-
-
-@pytest.mark.parametrize("check", [assert_known_pairs, assert_known_shares], ids=["pairs", "shares"])
-def test_attribution_of_the_known_model(check):
-    check()
 
 
 @pytest.mark.parametrize("id", ["R", "E", "P", "Q", "QR", "V", "L", "X", "H", "S"])

@@ -145,9 +145,9 @@ def test_rows_and_ablations_do_not_move_under_symmetries(id):
     assert_close(sorted(r.value for r in moved.rows), sorted(r.value for r in e.rows), scale=scale, roundings=2**20)
 
 
-def assert_known_rows(e=None):
+def test_every_row_of_the_known_model():
     """Every part, position, rank, eigenvalue and value of the known model."""
-    e = e or explain(known_model(), PROMPT, TARGET)
+    e = explain(known_model(), PROMPT, TARGET)
     assert_close(e.logit, LOGIT, dtype=torch.float32)
     found = {row.label: row.value for row in e.rows if abs(row.value) > 1e-6}
     assert found.keys() == ROWS.keys()
@@ -159,7 +159,7 @@ def assert_known_rows(e=None):
     assert_close([ranked[k] for k in range(3)], EIGENVALUES)
 
 
-def assert_known_factor():
+def test_rows_count_twice_where_a_later_layer_doubles_its_input():
     """Rows of the known model when layer 1 doubles its input, so that what was written before counts twice."""
     model = known_model()
     with torch.no_grad():
@@ -176,7 +176,7 @@ def assert_known_factor():
     assert_close(found["L0.H1 from 2"], 2 * 0.5 * 5 * 3, dtype=torch.float32)
 
 
-def assert_known_ablations():
+def test_predicted_held_and_actual_change_of_the_known_model():
     """Predicted, held and actual of every part of the known model; for two parts they disagree."""
     e = explain(known_model(), PROMPT, TARGET)
     for label, expected in ABLATED.items():
@@ -184,7 +184,7 @@ def assert_known_ablations():
         assert_close(list(e.ablate(row)), list(expected), scale=10, dtype=torch.float32)
 
 
-def assert_known_table():
+def test_the_table_cell_by_cell():
     """The printed table, cell by cell."""
     e = explain(known_model(), PROMPT, TARGET, tokenizer=Texts())
     head, summary, columns, *rows = e.table(3).splitlines()
@@ -209,7 +209,7 @@ def assert_known_table():
     assert values == ["-9.0000", "-4.0000", "-3.5000"]
 
 
-def assert_known_record():
+def test_the_record_number_by_number():
     """The dictionary, number by number."""
     e = explain(known_model(), PROMPT, TARGET, tokenizer=Texts())
     record = e.to_dict(3)
@@ -234,7 +234,7 @@ def assert_known_record():
     assert len(e.to_dict()["rows"]) == len(e)
 
 
-def assert_known_figure():
+def test_the_figure_bar_by_bar():
     """The bars, their order, names, colours, notes and titles."""
     figure = json.loads(explain(known_model(), PROMPT, TARGET, tokenizer=Texts()).plot(top=2).to_json())
     (bars,), layout = figure["data"], figure["layout"]
@@ -249,21 +249,6 @@ def assert_known_figure():
     assert "norms" not in layout["title"]["subtitle"]["text"]
     assert layout["xaxis"]["title"]["text"] == "added to the logit"
     assert layout["yaxis"].get("autorange") == "reversed"
-
-
-CHECKS = [
-    assert_known_factor,
-    assert_known_rows,
-    assert_known_ablations,
-    assert_known_table,
-    assert_known_record,
-    assert_known_figure,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[7:])
-def test_what_is_shown_of_the_known_model(check):
-    check()
 
 
 @pytest.mark.parametrize("call, most", [("explain", 2), ("ablate", 3)])

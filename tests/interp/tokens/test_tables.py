@@ -125,10 +125,6 @@ def assert_path_table(path, layer=1, weights=None):
         assert_close([row["value"] for row in found], [float(dense[t, source]) for t in best])
 
 
-def assert_counted_table(path):
-    assert_path_table(path, weights=torch.tensor([5, 0, 1, 0, 9, 2, 2, 1, 7]))
-
-
 @pytest.mark.parametrize("path", [1, "mlp", "direct"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_path_tables_are_dense_products_without_padding(path, layer):
@@ -137,7 +133,7 @@ def test_path_tables_are_dense_products_without_padding(path, layer):
 
 @pytest.mark.parametrize("path", [1, "mlp", "direct"])
 def test_counted_tokens_weigh_the_mean_and_those_that_never_occur_are_left_out(path):
-    assert_counted_table(path)
+    assert_path_table(path, weights=torch.tensor([5, 0, 1, 0, 9, 2, 2, 1, 7]))
 
 
 def test_parallel_and_dead_rows_are_one_token_and_padding_is_none():
