@@ -314,26 +314,29 @@ def test_actual_change_recomputes_everything_after_the_write():
 
 
 @pytest.mark.user_error
-def test_bad_prompts_are_refused():
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda model, e: explain(model, torch.zeros(0, dtype=torch.long), 1), "one prompt of at least one token"),
+        (lambda model, e: explain(model, torch.zeros(2, 3, dtype=torch.long), 1), "one prompt of at least one token"),
+        (lambda model, e: explain(model, torch.tensor([1, 2]), 9), r"target must be a token id in \[0, 9\), got 9"),
+        (lambda model, e: explain(model, torch.tensor([1, 2]), 1, -1), r"foil must be a token id in \[0, 9\), got -1"),
+        (lambda model, e: explain(model, torch.tensor([1, 10]), 1), r"in \[0, 9\), got 10 at row 0, position 1"),
+        (
+            lambda model, e: explain(model, torch.tensor([1, 2]), " Paris"),
+            r"none is known for 9 ids: set model.tokenizer, or pass tokenizer=",
+        ),
+        (lambda model, e: explain(model, [1, 2], 1), r"tokens must be text or a torch tensor \(seq,\), got list"),
+        (
+            lambda model, e: explain(model, torch.tensor([1, 2]), 1, components=1.5),
+            r"components must be at least 0, or None for all; got 1\.5",
+        ),
+        (lambda model, e: explain(model, torch.tensor([1, 2]), 1, components=-1), "components must be at least 0"),
+        (lambda model, e: e.ablate(e.rows[0]._replace(layer=7)), "not a row of this explanation"),
+    ],
+)
+def test_bad_prompts_are_refused(call, text):
     model = make(d_vocab_used=9)
-    with pytest.raises(ValueError, match="one prompt of at least one token"):
-        explain(model, torch.zeros(0, dtype=torch.long), 1)
-    with pytest.raises(ValueError, match="one prompt of at least one token"):
-        explain(model, torch.zeros(2, 3, dtype=torch.long), 1)
-    with pytest.raises(ValueError, match=r"target must be a token id in \[0, 9\), got 9"):
-        explain(model, torch.tensor([1, 2]), 9)
-    with pytest.raises(ValueError, match=r"foil must be a token id in \[0, 9\), got -1"):
-        explain(model, torch.tensor([1, 2]), 1, -1)
-    with pytest.raises(ValueError, match=r"in \[0, 9\), got 10 at row 0, position 1"):
-        explain(model, torch.tensor([1, 10]), 1)
-    with pytest.raises(ValueError, match=r"none is known for 9 ids: set model.tokenizer, or pass tokenizer="):
-        explain(model, torch.tensor([1, 2]), " Paris")
-    with pytest.raises(ValueError, match=r"tokens must be text or a torch tensor \(seq,\), got list"):
-        explain(model, [1, 2], 1)
-    with pytest.raises(ValueError, match=r"components must be at least 0, or None for all; got 1\.5"):
-        explain(model, torch.tensor([1, 2]), 1, components=1.5)
-    with pytest.raises(ValueError, match="components must be at least 0"):
-        explain(model, torch.tensor([1, 2]), 1, components=-1)
     e = explain(model, torch.tensor([1, 2]), 1)
-    with pytest.raises(ValueError, match="not a row of this explanation"):
-        e.ablate(e.rows[0]._replace(layer=7))
+    with pytest.raises(ValueError, match=text):
+        call(model, e)

@@ -164,27 +164,30 @@ def test_every_figure_is_small_json_readable_on_both_backgrounds():
 
 
 @pytest.mark.user_error
-def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match="values must be finite, got 1 NaN"):
-        plot.spectrum([1.0, float("nan")])
-    with pytest.raises(ValueError, match="q must have 2 axes"):
-        plot.interaction(torch.zeros(3))
-    with pytest.raises(ValueError, match="factors must have the pattern's shape"):
-        plot.attention(torch.zeros(1, 2, 2), [torch.zeros(1, 3, 3)])
-    with pytest.raises(ValueError, match="heads must name each of the 1 heads, got 2"):
-        plot.attention(torch.zeros(1, 2, 2), heads=[0, 1])
-    with pytest.raises(ValueError, match=r"value_norms must be \(n_head, seq_k\) = \(1, 2\), got \(1, 3\)"):
-        plot.attention(torch.zeros(1, 2, 2), value_norms=torch.zeros(1, 3))
-    with pytest.raises(ValueError, match=r"names must have 4 entries, as logits \(2, 3, 4\), got 3"):
-        plot.logit_lens(torch.zeros(2, 3, 4), ["a", "b", "c"])
-    with pytest.raises(ValueError, match="probabilities must be finite"):
-        plot.logit_lens(torch.full((1, 1, 2), float("nan")), ["a", "b"])
-    with pytest.raises(ValueError, match="a figure takes at most"):
-        plot.interaction(torch.zeros(3000, 3000))
-    with pytest.raises(ValueError, match="one value per entry"):
-        plot.truncation([1, 2], {"a": [0.0]})
-    with pytest.raises(ValueError, match="labels"):
-        plot.interaction(torch.zeros(2, 2), labels=["a"])
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda: plot.spectrum([1.0, float("nan")]), "values must be finite, got 1 NaN"),
+        (lambda: plot.interaction(torch.zeros(3)), "q must have 2 axes"),
+        (lambda: plot.attention(torch.zeros(1, 2, 2), [torch.zeros(1, 3, 3)]), "factors must have the pattern's shape"),
+        (lambda: plot.attention(torch.zeros(1, 2, 2), heads=[0, 1]), "heads must name each of the 1 heads, got 2"),
+        (
+            lambda: plot.attention(torch.zeros(1, 2, 2), value_norms=torch.zeros(1, 3)),
+            r"value_norms must be \(n_head, seq_k\) = \(1, 2\), got \(1, 3\)",
+        ),
+        (
+            lambda: plot.logit_lens(torch.zeros(2, 3, 4), ["a", "b", "c"]),
+            r"names must have 4 entries, as logits \(2, 3, 4\), got 3",
+        ),
+        (lambda: plot.logit_lens(torch.full((1, 1, 2), float("nan")), ["a", "b"]), "probabilities must be finite"),
+        (lambda: plot.interaction(torch.zeros(3000, 3000)), "a figure takes at most"),
+        (lambda: plot.truncation([1, 2], {"a": [0.0]}), "one value per entry"),
+        (lambda: plot.interaction(torch.zeros(2, 2), labels=["a"]), "labels"),
+    ],
+)
+def test_bad_input_is_refused(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
 
 
 @pytest.mark.parametrize("top, shown", [(2, 2), (5, 5), (9, 7)])
