@@ -62,8 +62,22 @@ def _patch(patch: pytest.MonkeyPatch, owner: Any, name: str, new: Any, module: M
     return 0
 
 
+Fault = tuple[ModuleType, str, str, Callable[..., Any]]
+"""A module, what its source holds, what it holds with the mistake, and the test that fails on it."""
+
+
+def each_is_noticed(faults: dict[str, Fault]) -> Callable[..., None]:
+    """A test with one case for each mistake of a table, by name; assign it to a name that starts with ``test``."""
+
+    @pytest.mark.parametrize("fault", faults)
+    def test_fault_is_noticed(fault: str, request: pytest.FixtureRequest) -> None:
+        assert_noticed(*faults[fault], request)
+
+    return test_fault_is_noticed
+
+
 def assert_noticed(
-    check: Callable[..., Any], module: ModuleType, right: str, wrong: str, request: pytest.FixtureRequest
+    module: ModuleType, right: str, wrong: str, check: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:
     """Assert that a test, which passes on the module as it is, fails on the one with the mistake.
 

@@ -38,7 +38,7 @@ class Symmetry:
     def __call__(self, model: Transformer, seed: int = 0) -> Transformer:
         """The changed model; ``model`` stays as it is."""
         assert self.holds(model.config), f"{self.id} does not hold for {model.config}"
-        changed = _copy(model, model.config.d_model if self.wider else 0)
+        changed = copy_of(model, model.config.d_model if self.wider else 0)
         with torch.no_grad():
             self.change(changed, torch.Generator().manual_seed(seed))
         return changed
@@ -95,7 +95,7 @@ def permute_heads(model: Transformer, layer: int, order: list[int]) -> None:
 _QK = ("w_q1", "b_q1", "w_k1", "b_k1", "w_q2", "b_q2", "w_k2", "b_k2")
 
 
-def _copy(model: Transformer, more_hidden: int = 0) -> Transformer:
+def copy_of(model: Transformer, more_hidden: int = 0) -> Transformer:
     """A copy, with ``more_hidden`` further hidden units whose output maps are zero."""
     config = replace(model.config, d_hidden=model.config.d_hidden + more_hidden)
     other = Transformer(config, dtype=model.embed.w_e.dtype)

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import tests.symmetries as symmetries
 from tests.limits import assert_close
-from tests.symmetries import SYMMETRIES, Symmetry, kept, permute_heads, turn_residual
+from tests.symmetries import SYMMETRIES, Symmetry, copy_of, kept, permute_heads, turn_residual
 from tests.tiny_models import build, ids, tiny
 from tnlm.config import ModelConfig
 from tnlm.transformer import Transformer
@@ -109,7 +108,7 @@ def test_a_symmetry_that_does_not_hold_is_refused(id, name):
 
 def _changed(name: str, change) -> float:
     model = random_model(name)
-    other = symmetries._copy(model)
+    other = copy_of(model)
     with torch.no_grad():
         change(other)
     tokens = ids(2, 9)

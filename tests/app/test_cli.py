@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tnlm
+from tests.app.conftest import TEXT
 from tests.checkpoints.hub_cache import go_offline, use_cache
 from tests.conftest import wait_for_announcement
 from tests.limits import assert_close
@@ -25,8 +26,6 @@ from tnlm.output.command import print_version
 from tnlm.text import tokenizer
 from tnlm.text.evaluate import byte_lengths, cross_entropy
 
-TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune.\n" * 3
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
@@ -36,13 +35,6 @@ def saved(tmp_path_factory):
     tnlm.save(model, folder)
     tokenizer.get("bytes").save(folder)
     return folder
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
 
 
 def run(capsys, *argv):

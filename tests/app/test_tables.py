@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tnlm
+from tests.app.conftest import TEXT
 from tests.limits import assert_close
 from tests.pages import figures_of, texts_of
 from tests.tiny_models import build, tiny
@@ -15,7 +16,6 @@ from tnlm.app.cli import main
 from tnlm.checkpoints import verification
 from tnlm.text import tokenizer
 
-TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune.\n" * 5
 SIZES = {"d_vocab": 310, "d_vocab_used": 300, "n_ctx": 150, "n_layer": 2}
 
 
@@ -34,13 +34,6 @@ def saved(tmp_path_factory, vocabulary):
     tnlm.save(model, folder)
     vocabulary.save(folder)
     return folder
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
 
 
 def both(monkeypatch, capsys, *argv):

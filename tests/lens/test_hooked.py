@@ -25,16 +25,6 @@ def published(mlp, attention):
     return build(ModelConfig.released(mlp=mlp, attention=attention, **sizes), dtype=torch.float32)
 
 
-@pytest.fixture
-def model():
-    return build(tiny())
-
-
-@pytest.fixture
-def hooked(model):
-    return lens.hook(model)
-
-
 TOKENS = ids(2, 5)
 
 

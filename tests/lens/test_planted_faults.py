@@ -2,12 +2,8 @@
 
 from functools import partial
 
-import pytest
-
 from tests.lens import test_hooked, test_residual
-from tests.planted import assert_noticed
-from tests.tiny_models import build, tiny
-from tnlm import lens
+from tests.planted import each_is_noticed
 from tnlm.lens import activations, residual, weights
 from tnlm.lens import hooked as hooked_module
 
@@ -69,18 +65,4 @@ FAULTS = {
     ),
 }
 
-
-@pytest.fixture
-def model():
-    return build(tiny())
-
-
-@pytest.fixture
-def hooked(model):
-    return lens.hook(model)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_noticed(fault, request):
-    module, right, wrong, check = FAULTS[fault]
-    assert_noticed(check, module, right, wrong, request)
+test_fault_is_noticed = each_is_noticed(FAULTS)

@@ -12,11 +12,6 @@ from tnlm.text import tokenizer
 from tnlm.text.evaluate import byte_lengths, cross_entropy, long_context_warning, position_buckets, token_losses
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build(tiny())
-
-
 def losses_by_hand(model, stream, seq):
     """Loss of every predicted token, window by window."""
     out = []

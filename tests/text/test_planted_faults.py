@@ -2,11 +2,8 @@
 
 from functools import partial
 
-import pytest
-
-from tests.planted import assert_noticed
+from tests.planted import each_is_noticed
 from tests.text import test_evaluate, test_sampling, test_tokenizer
-from tests.tiny_models import build, tiny
 from tnlm.text import evaluate, sampling, tokenizer
 
 BUCKETS = test_evaluate.test_each_bucket_reaches_twice_as_far_as_the_one_before
@@ -61,13 +58,4 @@ FAULTS = {
     ),
 }
 
-
-@pytest.fixture
-def model():
-    return build(tiny())
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_noticed(fault, request):
-    module, right, wrong, check = FAULTS[fault]
-    assert_noticed(check, module, right, wrong, request)
+test_fault_is_noticed = each_is_noticed(FAULTS)

@@ -16,11 +16,6 @@ from tnlm.text.sampling import _new_cache, generate, probabilities
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, 1.0], [0.0, 0.0, 3.0, 0.0]])
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build(tiny())
-
-
 # The distribution
 
 

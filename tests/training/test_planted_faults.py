@@ -2,9 +2,7 @@
 
 from functools import partial
 
-import pytest
-
-from tests.planted import assert_noticed
+from tests.planted import each_is_noticed
 from tests.training import test_commands
 from tests.training.data import test_shards, test_stream, test_toy
 from tests.training.run import test_cost, test_metrics
@@ -101,8 +99,4 @@ FAULTS = {
     "GB for GiB": (cost, "n_bytes / 2**30:.2f", "n_bytes / 1e9:.2f", TEXT),
 }
 
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_noticed(fault, request):
-    module, right, wrong, check = FAULTS[fault]
-    assert_noticed(check, module, right, wrong, request)
+test_fault_is_noticed = each_is_noticed(FAULTS)

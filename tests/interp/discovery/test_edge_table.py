@@ -32,6 +32,7 @@ CONFIGS = {
     "pure": ModelConfig.pure(**PURE),
     "MLP only": tiny(norm_eps=0.0, attention="none"),
 }
+MIXED = ModelConfig.pure(**PURE, x0_mixing=True, value_residual=True)
 CASES = [(name, s) for name, c in CONFIGS.items() for s in SYMMETRIES.values() if s.holds(c)]
 
 
@@ -160,6 +161,32 @@ def test_softmax_heads_are_read_through_their_scores(kind):
     assert kind == "softmax" or abs(mix) > 1e-3
     want = cosine_by_loops(table.tolist(), torch.ones(11))
     assert_close(cell(table_of(kind), "embed", "head 0.1 key")["value"], want, scale=1.0)
+
+
+def test_without_norms_a_layer_reads_the_embedding_as_often_as_it_was_mixed_in():
+    p = {name: value.detach() for name, value in build(MIXED).named_parameters()}
+    once = p["blocks.0.lambdas"].sum()
+    twice = p["blocks.1.lambdas"][0] * once + p["blocks.1.lambdas"][1]
+    assert abs(float(twice / once) - 1) > 0.1
+    x0, u, rows = p["embed.w_e"][:11], p["unembed.w_u"][:11], slice(4, 8)  # head 1
+    own, first = (x0 @ p[f"blocks.{layer}.attn.w_v"][rows].T for layer in (1, 0))
+    lamb = p["blocks.1.attn.lamb"]
+    written = ((1 - lamb) * twice * own + lamb * once * first) @ p["blocks.1.attn.w_o"][:, rows].T
+    row = cell(edges(interp.extract(build(MIXED))), "head 1.1", "unembed")
+    assert_close(row["value"], cosine_by_loops(u @ written.T, torch.ones(11)), scale=1.0)
+
+
+def test_a_branch_that_reads_nothing_leaves_the_overlap_to_the_other():
+    built, rows = build(CONFIGS["differential"]), slice(4, 8)  # head 1
+    attn = built.blocks[0].attn
+    with torch.no_grad():
+        attn.w_q2[rows] = 0
+    form = (attn.w_q1[rows].T @ attn.w_k1[rows]).detach()
+    reads = form.T @ form
+    x = torch.stack([rms(row) for row in built.embed.w_e.detach()[:11]])
+    written = (x - x.mean(0)).T @ (x - x.mean(0))
+    want = 30 * (written * reads).sum() / (written.trace() * reads.trace())
+    assert_close(cell(edges(interp.extract(built)), "embed", "head 0.1 key")["overlap"], float(want), scale=30.0)
 
 
 def test_overlap_is_of_the_variation_between_tokens_and_of_centred_logits():

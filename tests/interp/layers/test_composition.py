@@ -50,18 +50,18 @@ def test_one_function_built_two_ways():
 
 
 @pytest.mark.user_error
-def test_bad_layers_are_refused():
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda f: compose(), "needs at least one layer, got none"),
+        (lambda f: compose(f, f), "needs f2.d_in == f1.d_out, got 5 and 3; layers come in the order in which"),
+        (lambda f: compose(f, f.w_l), "must be a BilinearTensor, got Tensor"),
+        (lambda f: compose(f, f.to(torch.float32)), "w_l of every layer must be torch.float64"),
+        (lambda f: compose(f, residual=True), "a residual needs d_in == d_out, got d_in=5, d_out=3"),
+        (lambda f: compose(f).contract({"x": noise(11, 1)}), "size"),
+    ],
+)
+def test_bad_layers_are_refused(call, text):
     f = make_layer(3, 5, 7, bias=False)
-    for call, text in [
-        (lambda: compose(), "needs at least one layer, got none"),
-        (
-            lambda: compose(f, f),
-            "needs f2.d_in == f1.d_out, got 5 and 3; layers come in the order in which",
-        ),
-        (lambda: compose(f, f.w_l), "must be a BilinearTensor, got Tensor"),
-        (lambda: compose(f, f.to(torch.float32)), "w_l of every layer must be torch.float64"),
-        (lambda: compose(f, residual=True), "a residual needs d_in == d_out, got d_in=5, d_out=3"),
-        (lambda: compose(f).contract({"x": noise(11, 1)}), "size"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            call()
+    with pytest.raises(ValueError, match=text):
+        call(f)

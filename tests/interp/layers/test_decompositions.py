@@ -186,25 +186,28 @@ def test_remove_lowers_the_output_by_the_predicted_amount():
 
 
 @pytest.mark.user_error
-def test_bad_arguments_are_refused():
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda b: hosvd(b, 4, 2), "rank_out must be an integer between 1 and 3, got 4"),
+        (lambda b: hosvd(b, 2, 0), "rank_in must be an integer between 1 and 5, got 0"),
+        (lambda b: cp(b, 0), "rank must be an integer at least 1, got 0"),
+        (lambda b: cp(b, 2, sweeps=0), "sweeps must be an integer at least 1"),
+        (lambda b: cp(b, 2, restarts=0), "restarts must be an integer at least 1"),
+        (lambda b: cp(b, 2, ridge=-1.0), "ridge must be a finite number >= 0, got -1.0"),
+        (lambda b: cp(b, 2, ridge=float("nan")), "ridge must be a finite number >= 0, got nan"),
+        (lambda b: cp(b, 2, tol=float("nan")), "tol must be a finite number >= 0, got nan"),
+        (lambda b: truncate(b, noise(5), 2), r"u must have shape \(3\)"),
+        (lambda b: truncate(b, noise(3), 6), "k must be an integer between 0 and 5, got 6"),
+        (lambda b: remove(b, noise(3), noise(2), noise(5, 3)), r"vectors must have shape \(5, 2\), got \(5, 3\)"),
+        (lambda b: remove(b, 0 * noise(3), noise(2), noise(5, 2)), "u must not be zero"),
+        (lambda b: remove(b, noise(3), noise(2) * torch.nan, noise(5, 2)), "values must be finite"),
+        (lambda b: hosvd(None, 1, 1), r"must be a BilinearTensor, got NoneType; tnlm\.interp\.extract\(model\)\.mlp"),
+        (lambda b: truncate(b.w_l, noise(3), 2), "must be a BilinearTensor, got Tensor"),
+        (lambda b: fix_gauge(b.w_l), "must be a BilinearTensor, got Tensor"),
+    ],
+)
+def test_bad_arguments_are_refused(call, text):
     b = make_layer()
-    for call, text in [
-        (lambda: hosvd(b, 4, 2), "rank_out must be an integer between 1 and 3, got 4"),
-        (lambda: hosvd(b, 2, 0), "rank_in must be an integer between 1 and 5, got 0"),
-        (lambda: cp(b, 0), "rank must be an integer at least 1, got 0"),
-        (lambda: cp(b, 2, sweeps=0), "sweeps must be an integer at least 1"),
-        (lambda: cp(b, 2, restarts=0), "restarts must be an integer at least 1"),
-        (lambda: cp(b, 2, ridge=-1.0), "ridge must be a finite number >= 0, got -1.0"),
-        (lambda: cp(b, 2, ridge=float("nan")), "ridge must be a finite number >= 0, got nan"),
-        (lambda: cp(b, 2, tol=float("nan")), "tol must be a finite number >= 0, got nan"),
-        (lambda: truncate(b, noise(5), 2), r"u must have shape \(3\)"),
-        (lambda: truncate(b, noise(3), 6), "k must be an integer between 0 and 5, got 6"),
-        (lambda: remove(b, noise(3), noise(2), noise(5, 3)), r"vectors must have shape \(5, 2\), got \(5, 3\)"),
-        (lambda: remove(b, 0 * noise(3), noise(2), noise(5, 2)), "u must not be zero"),
-        (lambda: remove(b, noise(3), noise(2) * torch.nan, noise(5, 2)), "values must be finite"),
-        (lambda: hosvd(None, 1, 1), r"must be a BilinearTensor, got NoneType; tnlm\.interp\.extract\(model\)\.mlp"),
-        (lambda: truncate(b.w_l, noise(3), 2), "must be a BilinearTensor, got Tensor"),
-        (lambda: fix_gauge(b.w_l), "must be a BilinearTensor, got Tensor"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            call()
+    with pytest.raises(ValueError, match=text):
+        call(b)

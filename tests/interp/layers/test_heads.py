@@ -215,15 +215,15 @@ def test_pattern_tensor_over_the_budget_is_refused():
 
 
 @pytest.mark.user_error
-def test_bad_heads_are_refused():
-    nan = noise(4, 7) * torch.nan
-    for changes, text in [
+@pytest.mark.parametrize(
+    "changes, text",
+    [
         ({"q1": noise(3, 7)}, r"d_qk must be even .* got q1 of shape \(3, 7\)"),
         ({"k1": noise(4, 1)}, r"k1 must have shape \(4, 7\), got \(4, 1\)"),
         ({"q2": None}, "q2 must be given for attention='bilinear', got None"),
         ({"attention": "squared", "q2": noise(4, 7)}, r"q2 must be None for attention='squared', got \(4, 7\)"),
         ({"attention": "linear"}, "attention must be one of"),
-        ({"k2": nan}, "k2 must be finite"),
+        ({"k2": noise(4, 7) * torch.nan}, "k2 must be finite"),
         ({"v": noise(3, 6)}, r"v must have shape \(any, 7\)"),
         ({"v0": noise(2, 7)}, r"v0 must have shape \(3, 7\)"),
         ({"v0": None}, "value_mix=0.3 needs v0"),
@@ -231,24 +231,35 @@ def test_bad_heads_are_refused():
         ({"rotary": noise(4)}, r"rotary must have shape \(2\)"),
         ({"value_mix": math.nan}, "value_mix must be a finite number, got nan"),
         ({"norm_eps": -1e-6}, "norm_eps must be a finite number >= 0, got -1e-06"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            make_head(**changes)
-    head = make_head()
-    for call, text in [
-        (lambda: head.qk(1, math.inf), "a position or distance must be a finite number, got -inf"),
-        (lambda: head.token_table(noise(11, 7), 1, "k", math.nan), "a position or distance must be a finite number"),
-        (lambda: head.qk(3), "branch must be one of 1, 2, got 3"),
-        (lambda: head.ov("embed"), "source must be one of 'layer', 'first'"),
-        (lambda: head.read_gram("v"), "side must be one of 'q', 'k'"),
-        (lambda: head.inner(make_head(d_in=6)), "same d_in to be compared, got 7 and 6"),
-        (lambda: head.token_scores(noise(11, 6)), r"x must have shape \(any, 7\)"),
+    ],
+)
+def test_bad_heads_are_refused(changes, text):
+    with pytest.raises(ValueError, match=text):
+        make_head(**changes)
+
+
+@pytest.mark.user_error
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda head: head.qk(1, math.inf), "a position or distance must be a finite number, got -inf"),
         (
-            lambda: head.token_scores(noise(11, 7), tokens=[3, 11]),
+            lambda head: head.token_table(noise(11, 7), 1, "k", math.nan),
+            "a position or distance must be a finite number",
+        ),
+        (lambda head: head.qk(3), "branch must be one of 1, 2, got 3"),
+        (lambda head: head.ov("embed"), "source must be one of 'layer', 'first'"),
+        (lambda head: head.read_gram("v"), "side must be one of 'q', 'k'"),
+        (lambda head: head.inner(make_head(d_in=6)), "same d_in to be compared, got 7 and 6"),
+        (lambda head: head.token_scores(noise(11, 6)), r"x must have shape \(any, 7\)"),
+        (
+            lambda head: head.token_scores(noise(11, 7), tokens=[3, 11]),
             r"token ids must be in \[0, 11\), got 11 at position 1",
         ),
-        (lambda: head.token_scores(noise(11, 7), top=0), "top must be an integer at least 1"),
-        (lambda: head.token_table(nan[:, :7]), "x must be finite"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            call()
+        (lambda head: head.token_scores(noise(11, 7), top=0), "top must be an integer at least 1"),
+        (lambda head: head.token_table(noise(4, 7) * torch.nan), "x must be finite"),
+    ],
+)
+def test_bad_arguments_are_refused(call, text):
+    with pytest.raises(ValueError, match=text):
+        call(make_head())

@@ -54,14 +54,17 @@ def test_pairs_sum_to_the_output():
 
 
 @pytest.mark.user_error
-def test_bad_arguments_are_refused():
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda b: layer_pairs(b.w_l, noise(3), noise(4, 5)), "must be a BilinearTensor, got Tensor"),
+        (lambda b: layer_pairs(b, noise(5), noise(4, 5)), r"u must have shape \(3\), got \(5,\)"),
+        (lambda b: layer_pairs(b, noise(3), noise(4, 1)), r"parts must have shape \(any, 5\), got \(4, 1\)"),
+        (lambda b: layer_shapley(b, noise(3), noise(4, 5) * torch.nan), "parts must be finite"),
+        (lambda b: layer_shapley(b, noise(3), noise(4, 5), noise(3)), r"baseline must have shape \(5\)"),
+    ],
+)
+def test_bad_arguments_are_refused(call, text):
     b = make_layer()
-    for call, text in [
-        (lambda: layer_pairs(b.w_l, noise(3), noise(4, 5)), "must be a BilinearTensor, got Tensor"),
-        (lambda: layer_pairs(b, noise(5), noise(4, 5)), r"u must have shape \(3\), got \(5,\)"),
-        (lambda: layer_pairs(b, noise(3), noise(4, 1)), r"parts must have shape \(any, 5\), got \(4, 1\)"),
-        (lambda: layer_shapley(b, noise(3), noise(4, 5) * torch.nan), "parts must be finite"),
-        (lambda: layer_shapley(b, noise(3), noise(4, 5), noise(3)), r"baseline must have shape \(5\)"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            call()
+    with pytest.raises(ValueError, match=text):
+        call(b)

@@ -34,14 +34,17 @@ def test_dense_over_the_budget_is_refused_before_allocating():
 
 
 @pytest.mark.user_error
-def test_bad_factors_are_refused():
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda a: LowRank(noise(7, 3), noise(1, 5)), r"right must have shape \(3, any\), got \(1, 5\)"),
+        (lambda a: LowRank(noise(7, 3) * torch.nan, noise(3, 5)), "left must be finite"),
+        (lambda a: a @ noise(4), r"x must have shape \(5\), got \(4,\)"),
+        (lambda a: a @ noise(4, 2), r"x must have shape \(5, any\), got \(4, 2\)"),
+        (lambda a: a.inner(LowRank(noise(7, 3), noise(3, 1))), r"same shape to be compared, got \(7, 5\) and \(7, 1\)"),
+    ],
+)
+def test_bad_factors_are_refused(call, text):
     a = LowRank(noise(7, 3), noise(3, 5))
-    for call, text in [
-        (lambda: LowRank(noise(7, 3), noise(1, 5)), r"right must have shape \(3, any\), got \(1, 5\)"),
-        (lambda: LowRank(noise(7, 3) * torch.nan, noise(3, 5)), "left must be finite"),
-        (lambda: a @ noise(4), r"x must have shape \(5\), got \(4,\)"),
-        (lambda: a @ noise(4, 2), r"x must have shape \(5, any\), got \(4, 2\)"),
-        (lambda: a.inner(LowRank(noise(7, 3), noise(3, 1))), r"same shape to be compared, got \(7, 5\) and \(7, 1\)"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            call()
+    with pytest.raises(ValueError, match=text):
+        call(a)

@@ -266,33 +266,39 @@ def test_heads_are_matched_across_order_gauge_and_noise():
 
 
 @pytest.mark.user_error
-def test_bad_arguments_are_refused():
-    a, b = make_stack(1), make_stack(5)
-    for call, text in [
-        (lambda: similarity(a, b, "cosine"), "kind must be one of"),
-        (lambda: similarity(a, b, "complex", samples=1), "samples must be an integer at least 2"),
-        (lambda: similarity(a, b, per_layer=True, kind="sum"), "kind must be one of"),
-        (lambda: similarity(a, b[:1], per_layer=True), "two stacks of the same number of layers"),
-        (lambda: similarity(a, 3), "a map must be a layer, .*, got int"),
-        (lambda: similarity([a[0], a[0]], b), "a layer of d_out=4 cannot feed one of d_in=5"),
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda a, b: similarity(a, b, "cosine"), "kind must be one of"),
+        (lambda a, b: similarity(a, b, "complex", samples=1), "samples must be an integer at least 2"),
+        (lambda a, b: similarity(a, b, per_layer=True, kind="sum"), "kind must be one of"),
+        (lambda a, b: similarity(a, b[:1], per_layer=True), "two stacks of the same number of layers"),
+        (lambda a, b: similarity(a, 3), "a map must be a layer, .*, got int"),
+        (lambda a, b: similarity([a[0], a[0]], b), "a layer of d_out=4 cannot feed one of d_in=5"),
         (
-            lambda: similarity(Network([("x", "i"), ("y", "i")], ""), b, "complex"),
+            lambda a, b: similarity(Network([("x", "i"), ("y", "i")], ""), b, "complex"),
             r"a Network must have one input \(batch, d_in\) to be compared, got x \(i\), y \(i\)",
         ),
-        (lambda: similarity([], b), "at least one BilinearTensor"),
-        (lambda: similarity(a * 2, b), "a layer of d_out=3 cannot feed one of d_in=5"),
-        (lambda: similarity(a, b, residual=True), 'kind="sym" has a closed form only.*use kind="complex"'),
-        (lambda: similarity(lambda x: x, lambda x: x, "complex"), "d_in must be given to sample two functions"),
-        (lambda: similarity(a[0], a[0] * 0), "a map that is zero has no similarity"),
-        (lambda: similarity(lambda x: x / 0, a[0], "gaussian"), "a map gave NaN or infinite values|same output width"),
-        (lambda: similarity(a[0], make_layer(4, 3, 2)), "same shape to be compared"),
-        (lambda: similarity(a[0], lambda x: x, "gaussian"), "same output width, got 4 and 5"),
-        (lambda: similarity(a[0], b[0], "gaussian", residual=True), "a residual needs d_in == d_out, got 5 and 4"),
-        (lambda: match_heads([], [make_head()]), "needs heads and distances, got 0 and 1 heads"),
-        (lambda: match_heads([make_head()], [make_head("softmax")]), "needs a polynomial pattern"),
-        (lambda: match_heads([make_head()], [make_head(o=torch.zeros(5, 3).double())]), "a head of b is zero"),
-        (lambda: haar_null(a[0], a[1]), "same shape to be compared"),
-        (lambda: haar_null(a, a), "must be a BilinearTensor, got list"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            call()
+        (lambda a, b: similarity([], b), "at least one BilinearTensor"),
+        (lambda a, b: similarity(a * 2, b), "a layer of d_out=3 cannot feed one of d_in=5"),
+        (lambda a, b: similarity(a, b, residual=True), 'kind="sym" has a closed form only.*use kind="complex"'),
+        (lambda a, b: similarity(lambda x: x, lambda x: x, "complex"), "d_in must be given to sample two functions"),
+        (lambda a, b: similarity(a[0], a[0] * 0), "a map that is zero has no similarity"),
+        (
+            lambda a, b: similarity(lambda x: x / 0, a[0], "gaussian"),
+            "a map gave NaN or infinite values|same output width",
+        ),
+        (lambda a, b: similarity(a[0], make_layer(4, 3, 2)), "same shape to be compared"),
+        (lambda a, b: similarity(a[0], lambda x: x, "gaussian"), "same output width, got 4 and 5"),
+        (lambda a, b: similarity(a[0], b[0], "gaussian", residual=True), "a residual needs d_in == d_out, got 5 and 4"),
+        (lambda a, b: match_heads([], [make_head()]), "needs heads and distances, got 0 and 1 heads"),
+        (lambda a, b: match_heads([make_head()], [make_head("softmax")]), "needs a polynomial pattern"),
+        (lambda a, b: match_heads([make_head()], [make_head(o=torch.zeros(5, 3).double())]), "a head of b is zero"),
+        (lambda a, b: haar_null(a[0], a[1]), "same shape to be compared"),
+        (lambda a, b: haar_null(a, a), "must be a BilinearTensor, got list"),
+    ],
+)
+def test_bad_arguments_are_refused(call, text):
+    a, b = make_stack(1), make_stack(5)
+    with pytest.raises(ValueError, match=text):
+        call(a, b)

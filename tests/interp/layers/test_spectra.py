@@ -363,32 +363,50 @@ def test_eig_of_no_direction_is_empty():
 
 
 @pytest.mark.user_error
-def test_bad_arguments_are_refused():
-    b = make_layer()
-    complex_layer = BilinearTensor(*(w.to(torch.complex128) for w in (b.w_l, b.w_r, b.w_d)))
-    for call, text in [
-        (lambda: eig(b, noise(5)), r"u must have shape \(\.\.\., 3\), got \(5,\)"),
-        (lambda: eig(b, torch.full((3,), torch.nan).double()), "u must be finite"),
-        (lambda: eig(b, noise(3), 6), "k must be an integer between 1 and 5, got 6"),
-        (lambda: eig(b, noise(3), 2.0), "k must be an integer between 1 and 5, got 2.0"),
-        (lambda: eig(b, noise(3), which="largest"), "which must be one of"),
-        (lambda: eig(b, noise(3), method="lobpcg"), "method must be one of"),
-        (lambda: eig(b, noise(3), max_bytes=8), "eigenvectors .* more than max_bytes=8; ask for fewer"),
-        (lambda: eig(b, noise(2, 3), 4, method="krylov", max_steps=3), "max_steps must be at least k"),
-        (lambda: eig(b, noise(2, 3), 1, method="krylov", max_steps=3.5), "max_steps must be an integer at least 1"),
-        (lambda: eig(b, noise(2, 3), 1, method="krylov", tol=torch.nan), "tol must be a finite number > 0, got nan"),
-        (lambda: eig(b, noise(2, 3), 1, method="krylov", tol=0.0), "tol must be a finite number > 0, got 0.0"),
-        (lambda: eig(b.w_l, noise(3)), r"must be a BilinearTensor, got Tensor; tnlm\.interp\.extract\(model\)\.mlp"),
-        (lambda: effective_rank(b.w_l, noise(3), "max"), "must be a BilinearTensor, got Tensor"),
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda b, complex_layer: eig(b, noise(5)), r"u must have shape \(\.\.\., 3\), got \(5,\)"),
+        (lambda b, complex_layer: eig(b, torch.full((3,), torch.nan).double()), "u must be finite"),
+        (lambda b, complex_layer: eig(b, noise(3), 6), "k must be an integer between 1 and 5, got 6"),
+        (lambda b, complex_layer: eig(b, noise(3), 2.0), "k must be an integer between 1 and 5, got 2.0"),
+        (lambda b, complex_layer: eig(b, noise(3), which="largest"), "which must be one of"),
+        (lambda b, complex_layer: eig(b, noise(3), method="lobpcg"), "method must be one of"),
         (
-            lambda: eig(complex_layer, noise(3).to(torch.complex128)),
+            lambda b, complex_layer: eig(b, noise(3), max_bytes=8),
+            "eigenvectors .* more than max_bytes=8; ask for fewer",
+        ),
+        (lambda b, complex_layer: eig(b, noise(2, 3), 4, method="krylov", max_steps=3), "max_steps must be at least k"),
+        (
+            lambda b, complex_layer: eig(b, noise(2, 3), 1, method="krylov", max_steps=3.5),
+            "max_steps must be an integer at least 1",
+        ),
+        (
+            lambda b, complex_layer: eig(b, noise(2, 3), 1, method="krylov", tol=torch.nan),
+            "tol must be a finite number > 0, got nan",
+        ),
+        (
+            lambda b, complex_layer: eig(b, noise(2, 3), 1, method="krylov", tol=0.0),
+            "tol must be a finite number > 0, got 0.0",
+        ),
+        (
+            lambda b, complex_layer: eig(b.w_l, noise(3)),
+            r"must be a BilinearTensor, got Tensor; tnlm\.interp\.extract\(model\)\.mlp",
+        ),
+        (lambda b, complex_layer: effective_rank(b.w_l, noise(3), "max"), "must be a BilinearTensor, got Tensor"),
+        (
+            lambda b, complex_layer: eig(complex_layer, noise(3).to(torch.complex128)),
             "must be real for this analysis, got torch.complex128",
         ),
-        (lambda: effective_rank(b, noise(3), "rank"), "kind must be one of"),
-        (lambda: effective_rank(b, noise(2), "max"), r"u must have shape \(\.\.\., 3\)"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            call()
+        (lambda b, complex_layer: effective_rank(b, noise(3), "rank"), "kind must be one of"),
+        (lambda b, complex_layer: effective_rank(b, noise(2), "max"), r"u must have shape \(\.\.\., 3\)"),
+    ],
+)
+def test_bad_arguments_are_refused(call, text):
+    b = make_layer()
+    complex_layer = BilinearTensor(*(w.to(torch.complex128) for w in (b.w_l, b.w_r, b.w_d)))
+    with pytest.raises(ValueError, match=text):
+        call(b, complex_layer)
 
 
 def test_lanczos_on_any_operator():

@@ -121,33 +121,36 @@ def test_jacobian_kernel():
 
 
 @pytest.mark.user_error
-def test_bad_arguments_are_refused():
-    b, eye = make_layer(), torch.eye(5, dtype=torch.float64)
-    for call, text in [
-        (lambda: moments(b, kind="uniform"), "kind must be one of 'sphere', 'gaussian', got 'uniform'"),
-        (lambda: moments(b, mean=noise(5)), 'no mean and covariance to choose; pass kind="gaussian"'),
-        (lambda: moments(b, mean=noise(3), kind="gaussian"), r"mean must have shape \(5\), got \(3,\)"),
-        (lambda: moments(b, cov=noise(5, 5), kind="gaussian"), "cov must be symmetric"),
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda b, eye: moments(b, kind="uniform"), "kind must be one of 'sphere', 'gaussian', got 'uniform'"),
+        (lambda b, eye: moments(b, mean=noise(5)), 'no mean and covariance to choose; pass kind="gaussian"'),
+        (lambda b, eye: moments(b, mean=noise(3), kind="gaussian"), r"mean must have shape \(5\), got \(3,\)"),
+        (lambda b, eye: moments(b, cov=noise(5, 5), kind="gaussian"), "cov must be symmetric"),
         (
-            lambda: moments(b, cov=-eye, kind="gaussian"),
+            lambda b, eye: moments(b, cov=-eye, kind="gaussian"),
             "cov must be positive semi-definite, its smallest eigenvalue is -1",
         ),
-        (lambda: moments(b, cov=eye * torch.nan, kind="gaussian"), "cov must be finite"),
-        (lambda: bounds(b, noise(5)), r"u must have shape \(\.\.\., 3\)"),
-        (lambda: bounds(b, noise(3), radius2=-1), "radius2 must be a finite number >= 0, got -1.0"),
-        (lambda: bounds(b, noise(3), radius2=torch.nan), "radius2 must be a finite number"),
-        (lambda: bounds(b, noise(3), domain="cube"), "domain must be one of 'sphere', 'ball'"),
-        (lambda: trace_bounds(noise(3), noise(4), 5), r"frobenius must have shape \(3\), got \(4,\)"),
-        (lambda: trace_bounds(noise(3), -noise(3).abs(), 5), "frobenius must be norms, at least 0, got -"),
-        (lambda: trace_bounds(noise(3), noise(3).abs(), 0), "d must be an integer at least 1, got 0"),
-        (lambda: trace_bounds(noise(3) + 0j, noise(3) + 0j, 5), "trace must be real"),
-        (lambda: moments(b.w_l), "must be a BilinearTensor, got Tensor"),
-        (lambda: bounds(b.w_l, noise(3)), "must be a BilinearTensor, got Tensor"),
-        (lambda: jacobian_kernel(b.w_l), "must be a BilinearTensor, got Tensor"),
-        (lambda: jacobian_kernel(b, noise(3, 3)), r"second_moment must have shape \(5, 5\)"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            call()
+        (lambda b, eye: moments(b, cov=eye * torch.nan, kind="gaussian"), "cov must be finite"),
+        (lambda b, eye: bounds(b, noise(5)), r"u must have shape \(\.\.\., 3\)"),
+        (lambda b, eye: bounds(b, noise(3), radius2=-1), "radius2 must be a finite number >= 0, got -1.0"),
+        (lambda b, eye: bounds(b, noise(3), radius2=torch.nan), "radius2 must be a finite number"),
+        (lambda b, eye: bounds(b, noise(3), domain="cube"), "domain must be one of 'sphere', 'ball'"),
+        (lambda b, eye: trace_bounds(noise(3), noise(4), 5), r"frobenius must have shape \(3\), got \(4,\)"),
+        (lambda b, eye: trace_bounds(noise(3), -noise(3).abs(), 5), "frobenius must be norms, at least 0, got -"),
+        (lambda b, eye: trace_bounds(noise(3), noise(3).abs(), 0), "d must be an integer at least 1, got 0"),
+        (lambda b, eye: trace_bounds(noise(3) + 0j, noise(3) + 0j, 5), "trace must be real"),
+        (lambda b, eye: moments(b.w_l), "must be a BilinearTensor, got Tensor"),
+        (lambda b, eye: bounds(b.w_l, noise(3)), "must be a BilinearTensor, got Tensor"),
+        (lambda b, eye: jacobian_kernel(b.w_l), "must be a BilinearTensor, got Tensor"),
+        (lambda b, eye: jacobian_kernel(b, noise(3, 3)), r"second_moment must have shape \(5, 5\)"),
+    ],
+)
+def test_bad_arguments_are_refused(call, text):
+    b, eye = make_layer(), torch.eye(5, dtype=torch.float64)
+    with pytest.raises(ValueError, match=text):
+        call(b, eye)
 
 
 def exact_forms(b, u):

@@ -145,9 +145,9 @@ def test_rows_and_ablations_do_not_move_under_symmetries(id):
     assert_close(sorted(r.value for r in moved.rows), sorted(r.value for r in e.rows), scale=scale, roundings=2**20)
 
 
-def assert_known_rows(e=None):
+def test_every_row_of_the_known_model():
     """Every part, position, rank, eigenvalue and value of the known model."""
-    e = e or explain(known_model(), PROMPT, TARGET)
+    e = explain(known_model(), PROMPT, TARGET)
     assert_close(e.logit, LOGIT, dtype=torch.float32)
     found = {row.label: row.value for row in e.rows if abs(row.value) > 1e-6}
     assert found.keys() == ROWS.keys()
@@ -159,7 +159,7 @@ def assert_known_rows(e=None):
     assert_close([ranked[k] for k in range(3)], EIGENVALUES)
 
 
-def assert_known_factor():
+def test_rows_count_twice_where_a_later_layer_doubles_its_input():
     """Rows of the known model when layer 1 doubles its input, so that what was written before counts twice."""
     model = known_model()
     with torch.no_grad():
@@ -176,7 +176,7 @@ def assert_known_factor():
     assert_close(found["L0.H1 from 2"], 2 * 0.5 * 5 * 3, dtype=torch.float32)
 
 
-def assert_known_ablations():
+def test_predicted_held_and_actual_change_of_the_known_model():
     """Predicted, held and actual of every part of the known model; for two parts they disagree."""
     e = explain(known_model(), PROMPT, TARGET)
     for label, expected in ABLATED.items():
@@ -184,7 +184,7 @@ def assert_known_ablations():
         assert_close(list(e.ablate(row)), list(expected), scale=10, dtype=torch.float32)
 
 
-def assert_known_table():
+def test_the_table_cell_by_cell():
     """The printed table, cell by cell."""
     e = explain(known_model(), PROMPT, TARGET, tokenizer=Texts())
     head, summary, columns, *rows = e.table(3).splitlines()
@@ -209,7 +209,7 @@ def assert_known_table():
     assert values == ["-9.0000", "-4.0000", "-3.5000"]
 
 
-def assert_known_record():
+def test_the_record_number_by_number():
     """The dictionary, number by number."""
     e = explain(known_model(), PROMPT, TARGET, tokenizer=Texts())
     record = e.to_dict(3)
@@ -234,7 +234,7 @@ def assert_known_record():
     assert len(e.to_dict()["rows"]) == len(e)
 
 
-def assert_known_figure():
+def test_the_figure_bar_by_bar():
     """The bars, their order, names, colours, notes and titles."""
     figure = json.loads(explain(known_model(), PROMPT, TARGET, tokenizer=Texts()).plot(top=2).to_json())
     (bars,), layout = figure["data"], figure["layout"]
@@ -249,21 +249,6 @@ def assert_known_figure():
     assert "norms" not in layout["title"]["subtitle"]["text"]
     assert layout["xaxis"]["title"]["text"] == "added to the logit"
     assert layout["yaxis"].get("autorange") == "reversed"
-
-
-CHECKS = [
-    assert_known_factor,
-    assert_known_rows,
-    assert_known_ablations,
-    assert_known_table,
-    assert_known_record,
-    assert_known_figure,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[7:])
-def test_what_is_shown_of_the_known_model(check):
-    check()
 
 
 @pytest.mark.parametrize("call, most", [("explain", 2), ("ablate", 3)])
@@ -329,26 +314,29 @@ def test_actual_change_recomputes_everything_after_the_write():
 
 
 @pytest.mark.user_error
-def test_bad_prompts_are_refused():
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda model, e: explain(model, torch.zeros(0, dtype=torch.long), 1), "one prompt of at least one token"),
+        (lambda model, e: explain(model, torch.zeros(2, 3, dtype=torch.long), 1), "one prompt of at least one token"),
+        (lambda model, e: explain(model, torch.tensor([1, 2]), 9), r"target must be a token id in \[0, 9\), got 9"),
+        (lambda model, e: explain(model, torch.tensor([1, 2]), 1, -1), r"foil must be a token id in \[0, 9\), got -1"),
+        (lambda model, e: explain(model, torch.tensor([1, 10]), 1), r"in \[0, 9\), got 10 at row 0, position 1"),
+        (
+            lambda model, e: explain(model, torch.tensor([1, 2]), " Paris"),
+            r"none is known for 9 ids: set model.tokenizer, or pass tokenizer=",
+        ),
+        (lambda model, e: explain(model, [1, 2], 1), r"tokens must be text or a torch tensor \(seq,\), got list"),
+        (
+            lambda model, e: explain(model, torch.tensor([1, 2]), 1, components=1.5),
+            r"components must be at least 0, or None for all; got 1\.5",
+        ),
+        (lambda model, e: explain(model, torch.tensor([1, 2]), 1, components=-1), "components must be at least 0"),
+        (lambda model, e: e.ablate(e.rows[0]._replace(layer=7)), "not a row of this explanation"),
+    ],
+)
+def test_bad_prompts_are_refused(call, text):
     model = make(d_vocab_used=9)
-    with pytest.raises(ValueError, match="one prompt of at least one token"):
-        explain(model, torch.zeros(0, dtype=torch.long), 1)
-    with pytest.raises(ValueError, match="one prompt of at least one token"):
-        explain(model, torch.zeros(2, 3, dtype=torch.long), 1)
-    with pytest.raises(ValueError, match=r"target must be a token id in \[0, 9\), got 9"):
-        explain(model, torch.tensor([1, 2]), 9)
-    with pytest.raises(ValueError, match=r"foil must be a token id in \[0, 9\), got -1"):
-        explain(model, torch.tensor([1, 2]), 1, -1)
-    with pytest.raises(ValueError, match=r"in \[0, 9\), got 10 at row 0, position 1"):
-        explain(model, torch.tensor([1, 10]), 1)
-    with pytest.raises(ValueError, match=r"none is known for 9 ids: set model.tokenizer, or pass tokenizer="):
-        explain(model, torch.tensor([1, 2]), " Paris")
-    with pytest.raises(ValueError, match=r"tokens must be text or a torch tensor \(seq,\), got list"):
-        explain(model, [1, 2], 1)
-    with pytest.raises(ValueError, match=r"components must be at least 0, or None for all; got 1\.5"):
-        explain(model, torch.tensor([1, 2]), 1, components=1.5)
-    with pytest.raises(ValueError, match="components must be at least 0"):
-        explain(model, torch.tensor([1, 2]), 1, components=-1)
     e = explain(model, torch.tensor([1, 2]), 1)
-    with pytest.raises(ValueError, match="not a row of this explanation"):
-        e.ablate(e.rows[0]._replace(layer=7))
+    with pytest.raises(ValueError, match=text):
+        call(model, e)

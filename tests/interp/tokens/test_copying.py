@@ -182,35 +182,46 @@ def test_without_the_clock_layer_1_reads_distance_alone():
 
 
 @pytest.mark.user_error
-def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"table must have shape \(any, 3\), got \(3, 4\)"):
-        match(noise(3, 4))
-    with pytest.raises(ValueError, match="number of tokens must be an integer at least 2, got 1"):
-        match(noise(1, 1))
-    with pytest.raises(ValueError, match="pattern_table needs a polynomial pattern, got attention='softmax'"):
-        pattern_table(make_head("softmax"), noise(2, 7), noise(2, 7))
-    with pytest.raises(ValueError, match="two layers of one head and nothing else"):
-        cycle_votes(extract(Transformer(ModelConfig.pure(**SIZES))), 3, 5)
-    with pytest.raises(ValueError, match="position must be an integer between 3 and 16, got 17"):
-        cycle_votes(extract(clock_model()), 3, 17)
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda net, entries: match(noise(3, 4)), r"table must have shape \(any, 3\), got \(3, 4\)"),
+        (lambda net, entries: match(noise(1, 1)), "number of tokens must be an integer at least 2, got 1"),
+        (
+            lambda net, entries: pattern_table(make_head("softmax"), noise(2, 7), noise(2, 7)),
+            "pattern_table needs a polynomial pattern, got attention='softmax'",
+        ),
+        (
+            lambda net, entries: cycle_votes(extract(Transformer(ModelConfig.pure(**SIZES))), 3, 5),
+            "two layers of one head and nothing else",
+        ),
+        (
+            lambda net, entries: cycle_votes(extract(clock_model()), 3, 17),
+            "position must be an integer between 3 and 16, got 17",
+        ),
+        (lambda net, entries: copy_table(net, -1, 0, net.x0), "layer must be an integer between 0 and 1, got -1"),
+        (lambda net, entries: copy_table(net, 2, 0, net.x0), "layer must be an integer between 0 and 1, got 2"),
+        (lambda net, entries: copy_table(net.model, 0, 0, net.x0), "must be an extracted model, got Transformer"),
+        (lambda net, entries: cycle_votes(net.model, 3, 5), "must be an extracted model, got Transformer"),
+        (lambda net, entries: match(noise(3, 3) + 0j), "table must be real"),
+        (
+            lambda net, entries: follower_entries(torch.arange(3)),
+            r"tokens must be ids \(batch, seq\), got shape \(3,\)",
+        ),
+        (
+            lambda net, entries: equal_part(torch.zeros(1, 3, 4, dtype=torch.bool)),
+            r"bool \(batch, seq, seq\), got torch.bool of shape \(1, 3, 4\)",
+        ),
+        (lambda net, entries: equal_part(torch.zeros(1, 3, 3)), "entries must be bool"),
+        (lambda net, entries: equal_part(entries.logical_not()), "must be causal"),
+        (
+            lambda net, entries: equal_part(torch.eye(3, dtype=torch.bool)[None]),
+            r"every row needs as many other entries as it has, got 1 of the 1 in row 0",
+        ),
+    ],
+)
+def test_what_is_refused(call, text):
     net = extract(clock_model())
-    for layer in (-1, 2):
-        with pytest.raises(ValueError, match=f"layer must be an integer between 0 and 1, got {layer}"):
-            copy_table(net, layer, 0, net.x0)
-    with pytest.raises(ValueError, match="must be an extracted model, got Transformer"):
-        copy_table(net.model, 0, 0, net.x0)
-    with pytest.raises(ValueError, match="must be an extracted model, got Transformer"):
-        cycle_votes(net.model, 3, 5)
-    with pytest.raises(ValueError, match="table must be real"):
-        match(noise(3, 3) + 0j)
-    with pytest.raises(ValueError, match=r"tokens must be ids \(batch, seq\), got shape \(3,\)"):
-        follower_entries(torch.arange(3))
-    with pytest.raises(ValueError, match=r"bool \(batch, seq, seq\), got torch.bool of shape \(1, 3, 4\)"):
-        equal_part(torch.zeros(1, 3, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match="entries must be bool"):
-        equal_part(torch.zeros(1, 3, 3))
     entries = torch.zeros(1, 3, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="must be causal"):
-        equal_part(entries.logical_not())
-    with pytest.raises(ValueError, match=r"every row needs as many other entries as it has, got 1 of the 1 in row 0"):
-        equal_part(torch.eye(3, dtype=torch.bool)[None])
+    with pytest.raises(ValueError, match=text):
+        call(net, entries)

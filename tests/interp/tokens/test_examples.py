@@ -49,23 +49,37 @@ def test_equal_contexts_appear_once():
 
 
 @pytest.mark.user_error
-def test_bad_requests_are_refused():
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda net, u, tokens: path_table(net, 3, "mlp"), "layer must be an integer between 0 and 2, got 3"),
+        (lambda net, u, tokens: path_table(net, 0, "attn"), "path must be a head number"),
+        (lambda net, u, tokens: path_table(net, -1, "mlp"), "layer must be an integer between 0 and 2, got -1"),
+        (
+            lambda net, u, tokens: path_table(net.model, 0, "mlp"),
+            r"must be an extracted model, got Transformer .* tnlm\.interp\.extract",
+        ),
+        (lambda net, u, tokens: top_examples(net, tokens, 0, u, k=0), "k must be an integer at least 1, got 0"),
+        (
+            lambda net, u, tokens: top_examples(net, tokens, 0, u, context=0),
+            "context must be an integer at least 1, got 0",
+        ),
+        (
+            lambda net, u, tokens: top_examples(net, tokens, 0, u, batch_size=0),
+            "batch_size must be an integer at least 1, got 0",
+        ),
+        (lambda net, u, tokens: top_examples(make("swiglu"), tokens, 0, u), "swiglu MLP is not polynomial"),
+        (lambda net, u, tokens: top_examples(net, tokens, 0, u * torch.nan), "u must be finite"),
+        (
+            lambda net, u, tokens: top_examples(
+                net, torch.zeros(3, dtype=torch.long), 0, torch.randn(30, dtype=torch.float64)
+            ),
+            "rows, seq",
+        ),
+    ],
+)
+def test_bad_requests_are_refused(call, text):
     net = extract(make())
-    with pytest.raises(ValueError, match="layer must be an integer between 0 and 2, got 3"):
-        path_table(net, 3, "mlp")
-    with pytest.raises(ValueError, match="path must be a head number"):
-        path_table(net, 0, "attn")
-    with pytest.raises(ValueError, match="layer must be an integer between 0 and 2, got -1"):
-        path_table(net, -1, "mlp")
-    with pytest.raises(ValueError, match=r"must be an extracted model, got Transformer .* tnlm\.interp\.extract"):
-        path_table(net.model, 0, "mlp")
     u, tokens = torch.randn(30, dtype=torch.float64), torch.randint(0, 11, (2, 4))
-    for changes in ({"k": 0}, {"context": 0}, {"batch_size": 0}):
-        with pytest.raises(ValueError, match=f"{next(iter(changes))} must be an integer at least 1, got 0"):
-            top_examples(net, tokens, 0, u, **changes)
-    with pytest.raises(ValueError, match="swiglu MLP is not polynomial"):
-        top_examples(make("swiglu"), tokens, 0, u)
-    with pytest.raises(ValueError, match="u must be finite"):
-        top_examples(net, tokens, 0, u * torch.nan)
-    with pytest.raises(ValueError, match="rows, seq"):
-        top_examples(net, torch.zeros(3, dtype=torch.long), 0, torch.randn(30, dtype=torch.float64))
+    with pytest.raises(ValueError, match=text):
+        call(net, u, tokens)

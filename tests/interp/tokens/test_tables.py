@@ -54,23 +54,26 @@ def test_without_pandas_the_table_is_a_list(monkeypatch):
 
 
 @pytest.mark.user_error
-def test_bad_arguments_are_refused():
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda w: top_tokens(noise(5, 4), 1), r"matrix must be square, one row and column per token id, got \(5, 4\)"),
+        (lambda w: top_tokens(LowRank(noise(5, 2), noise(2, 4)), 1), "matrix must be square"),
+        (lambda w: top_tokens(w * torch.nan, 1), "matrix must be finite"),
+        (lambda w: top_tokens(noise(5, 5, dtype=torch.complex128), 1), "matrix must be real to be ranked"),
+        (lambda w: top_tokens(w, 0), "k must be an integer at least 1"),
+        (lambda w: top_tokens(w, 1, by="target"), "by must be one of 'source', 'all'"),
+        (lambda w: top_tokens(w, 1, which="top"), "which must be one of"),
+        (lambda w: top_tokens(w, 1, tokens=[1, -1]), r"token ids must be in \[0, 5\), got -1 at position 1"),
+        (lambda w: top_tokens(w, 1, tokens=[1, 2, 1]), "token ids must differ, got 1 repeated"),
+        (lambda w: top_tokens(w, 1, tokens=[1.0]), "tokens must be a vector of integer ids"),
+        (lambda w: top_tokens(w, 1, tokens=torch.ones(5, dtype=torch.bool)), "tokens must be a vector of integer ids"),
+    ],
+)
+def test_bad_arguments_are_refused(call, text):
     w = noise(5, 5)
-    for call, text in [
-        (lambda: top_tokens(noise(5, 4), 1), r"matrix must be square, one row and column per token id, got \(5, 4\)"),
-        (lambda: top_tokens(LowRank(noise(5, 2), noise(2, 4)), 1), "matrix must be square"),
-        (lambda: top_tokens(w * torch.nan, 1), "matrix must be finite"),
-        (lambda: top_tokens(noise(5, 5, dtype=torch.complex128), 1), "matrix must be real to be ranked"),
-        (lambda: top_tokens(w, 0), "k must be an integer at least 1"),
-        (lambda: top_tokens(w, 1, by="target"), "by must be one of 'source', 'all'"),
-        (lambda: top_tokens(w, 1, which="top"), "which must be one of"),
-        (lambda: top_tokens(w, 1, tokens=[1, -1]), r"token ids must be in \[0, 5\), got -1 at position 1"),
-        (lambda: top_tokens(w, 1, tokens=[1, 2, 1]), "token ids must differ, got 1 repeated"),
-        (lambda: top_tokens(w, 1, tokens=[1.0]), "tokens must be a vector of integer ids"),
-        (lambda: top_tokens(w, 1, tokens=torch.ones(5, dtype=torch.bool)), "tokens must be a vector of integer ids"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            call()
+    with pytest.raises(ValueError, match=text):
+        call(w)
 
 
 def dense_path(model, layer, path, weights=None):
@@ -125,10 +128,6 @@ def assert_path_table(path, layer=1, weights=None):
         assert_close([row["value"] for row in found], [float(dense[t, source]) for t in best])
 
 
-def assert_counted_table(path):
-    assert_path_table(path, weights=torch.tensor([5, 0, 1, 0, 9, 2, 2, 1, 7]))
-
-
 @pytest.mark.parametrize("path", [1, "mlp", "direct"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_path_tables_are_dense_products_without_padding(path, layer):
@@ -137,7 +136,7 @@ def test_path_tables_are_dense_products_without_padding(path, layer):
 
 @pytest.mark.parametrize("path", [1, "mlp", "direct"])
 def test_counted_tokens_weigh_the_mean_and_those_that_never_occur_are_left_out(path):
-    assert_counted_table(path)
+    assert_path_table(path, weights=torch.tensor([5, 0, 1, 0, 9, 2, 2, 1, 7]))
 
 
 def test_parallel_and_dead_rows_are_one_token_and_padding_is_none():

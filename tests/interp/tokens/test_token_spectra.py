@@ -213,32 +213,46 @@ def test_progress_goes_to_stderr(capsys):
 
 
 @pytest.mark.user_error
-def test_bad_arguments_are_refused():
-    net = make_net()
-    complex_net = SimpleNamespace(mlp=[net.mlp[0].to(torch.complex128)], unembed=net.unembed, tokens=net.tokens)
-    for call, text in [
-        (lambda: vocab_eigs(net, 2, progress=False), "layer must be an integer between 0 and 1, got 2"),
-        (lambda: vocab_eigs(net, 0, k=31, progress=False), "k must be an integer between 1 and 30"),
-        (lambda: vocab_eigs(net, 0, tokens=[43], progress=False), r"token ids must be in \[0, 41\), got 43"),
+@pytest.mark.parametrize(
+    "call, text",
+    [
         (
-            lambda: vocab_eigs(net, 0, max_bytes=99, progress=False),
+            lambda net, complex_net: vocab_eigs(net, 2, progress=False),
+            "layer must be an integer between 0 and 1, got 2",
+        ),
+        (lambda net, complex_net: vocab_eigs(net, 0, k=31, progress=False), "k must be an integer between 1 and 30"),
+        (
+            lambda net, complex_net: vocab_eigs(net, 0, tokens=[43], progress=False),
+            r"token ids must be in \[0, 41\), got 43",
+        ),
+        (
+            lambda net, complex_net: vocab_eigs(net, 0, max_bytes=99, progress=False),
             "max_bytes=99; pass tokens= or a smaller k",
         ),
-        (lambda: vocab_eigs(net, 0, block=0, progress=False), "block must be an integer at least 1"),
-        (lambda: vocab_eigs(net, 0, tol=torch.nan, progress=False), "tol must be a finite number > 0, got nan"),
-        (lambda: vocab_moments(net, 0, block=0), "block must be an integer at least 1"),
-        (lambda: vocab_moments(net, 0, gram=noise(30, 30)), "gram must be symmetric"),
+        (lambda net, complex_net: vocab_eigs(net, 0, block=0, progress=False), "block must be an integer at least 1"),
         (
-            lambda: vocab_eigs(net.mlp, 0, progress=False),
+            lambda net, complex_net: vocab_eigs(net, 0, tol=torch.nan, progress=False),
+            "tol must be a finite number > 0, got nan",
+        ),
+        (lambda net, complex_net: vocab_moments(net, 0, block=0), "block must be an integer at least 1"),
+        (lambda net, complex_net: vocab_moments(net, 0, gram=noise(30, 30)), "gram must be symmetric"),
+        (
+            lambda net, complex_net: vocab_eigs(net.mlp, 0, progress=False),
             "must be an extracted model, got list without mlp, unembed",
         ),
-        (lambda: vocab_moments(net, -1), "layer must be an integer between 0 and 1"),
-        (lambda: vocab_moments(net, 0, gram=noise(3, 3)), r"gram must have shape \(30, 30\)"),
-        (lambda: vocab_bounds(complex_net, 0), "layer 0 must be real for this analysis"),
+        (lambda net, complex_net: vocab_moments(net, -1), "layer must be an integer between 0 and 1"),
+        (lambda net, complex_net: vocab_moments(net, 0, gram=noise(3, 3)), r"gram must have shape \(30, 30\)"),
+        (lambda net, complex_net: vocab_bounds(complex_net, 0), "layer 0 must be real for this analysis"),
         (
-            lambda: vocab_moments(SimpleNamespace(mlp=net.mlp, unembed=noise(9, 4), tokens=range(9)), 0),
+            lambda net, complex_net: vocab_moments(
+                SimpleNamespace(mlp=net.mlp, unembed=noise(9, 4), tokens=range(9)), 0
+            ),
             r"unembed must have shape \(any, 30\), got \(9, 4\)",
         ),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            call()
+    ],
+)
+def test_bad_arguments_are_refused(call, text):
+    net = make_net()
+    complex_net = SimpleNamespace(mlp=[net.mlp[0].to(torch.complex128)], unembed=net.unembed, tokens=net.tokens)
+    with pytest.raises(ValueError, match=text):
+        call(net, complex_net)

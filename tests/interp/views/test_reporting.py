@@ -72,14 +72,6 @@ class Letters(Tokenizer):
 
 
 @pytest.fixture(scope="module")
-def known_page(tmp_path_factory):
-    path = tmp_path_factory.mktemp("known") / "r.html"
-    return report(
-        known_model(), path, tokens=KNOWN_TOKENS, tokenizer=Texts(), target=TARGET, progress=False
-    ).read_text()
-
-
-@pytest.fixture(scope="module")
 def released():
     """A model with norms and text in which token 7 never occurs."""
     model = make(d_vocab_used=9)
@@ -109,8 +101,10 @@ def _table(page, first):
     return [t for t in tables_of(page) if t[0][0] == first][-1]
 
 
-def assert_known_explanation(page):
+def test_the_explanation_cell_by_cell(tmp_path):
     """The table of the explained prediction, and the prompt, title and bars beside it."""
+    options = {"tokens": KNOWN_TOKENS, "tokenizer": Texts(), "target": TARGET, "progress": False}
+    page = report(known_model(), tmp_path / "r.html", **options).read_text()
     header, *rows = _table(page, "part")
     assert [h.split(":")[0].split()[0] for h in header] == ["part", "adds", "share", "removed", "norms", "all"]
     assert [row[0] for row in rows[:3]] == ["L0.MLP component 1", "L1.H2 from 1 ('four ')", "direct path"]
@@ -125,8 +119,18 @@ def assert_known_explanation(page):
     assert f"{LOGIT:.4f}" in texts_of(page, "p")[-1]
 
 
-def test_the_explanation_cell_by_cell(known_page):
-    assert_known_explanation(known_page)
+class Words(Texts):
+    """Texts of 90 characters for every token."""
+
+    def decode(self, ids):
+        return "".join(90 * NAMES[i][-1] for i in ids)
+
+
+def test_of_a_long_prompt_the_last_400_characters_are_shown(tmp_path):
+    page = report(known_model(), tmp_path / "r.html", tokens=KNOWN_TOKENS, tokenizer=Words(), progress=False)
+    whole = Words().decode(PROMPT.tolist())
+    assert len(whole) == 450
+    assert texts_of(page.read_text(), "pre") == [whole[50:]]
 
 
 def test_parameters_and_settings(page, released):

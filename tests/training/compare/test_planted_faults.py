@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.planted import assert_noticed
+from tests.planted import each_is_noticed
 from tests.training.compare import cases, test_arms, test_plot, test_report
 from tnlm.training.compare import arms, checks, plot, report, runs
 
@@ -161,7 +161,7 @@ FAULTS = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fresh_cases():
     """Comparisons made by the planted code, and none of them kept."""
     made = [cases.shared_seeds, cases.one_seed_each, cases.one_seed_at_one_horizon]
@@ -172,7 +172,4 @@ def fresh_cases():
         make.cache_clear()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_noticed(fault, fresh_cases, request):
-    module, right, wrong, check = FAULTS[fault]
-    assert_noticed(check, module, right, wrong, request)
+test_fault_is_noticed = each_is_noticed(FAULTS)

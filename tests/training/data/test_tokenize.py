@@ -116,33 +116,21 @@ def test_nothing_is_left_of_a_call_that_failed(tmp_path, bpe):
 
 @pytest.mark.user_error
 @pytest.mark.parametrize(
-    "name, text, message",
-    [
-        ("a.jsonl", '{"text": "a"}\n{"text": \n', "a.jsonl line 2 must be one JSON object"),
-        ("a.jsonl", '{"body": "a"}\n', r"line 1 must hold text under 'text', got \['body'\]"),
-        ("a.jsonl", "[1]\n", "line 1 must hold text under 'text', got list"),
-        ("a.csv", "a", r"must end in .jsonl, .parquet or .txt"),
-        ("a.txt", None, "must be a file, but there is none"),
-    ],
-)
-def test_damaged_sources(tmp_path, name, text, message):
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        list(tokenize.read_documents(tmp_path / name))
-
-
-@pytest.mark.user_error
-@pytest.mark.parametrize(
     "name, content, message",
     [
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl line 2 must be one JSON object"),
+        ("a.jsonl", b'{"body": "a"}\n', r"line 1 must hold text under 'text', got \['body'\]"),
+        ("a.jsonl", b"[1]\n", "line 1 must hold text under 'text', got list"),
+        ("a.csv", b"a", r"must end in .jsonl, .parquet or .txt"),
+        ("a.txt", None, "must be a file, but there is none"),
         ("a.jsonl", b'{"text": "ab"}\n{"text": "\xe9"}\n', r"a\.jsonl line 2 .* got: 'utf-8' codec can't decode"),
         ("b.parquet", b"PAR1 but no table", r"b\.parquet must be a parquet file, got: "),
         ("a.txt", b"ab\xe9", r"a\.txt must be UTF-8 text, got byte 2"),
     ],
 )
-def test_bytes_that_are_no_text(name, content, message, tmp_path):
-    (tmp_path / name).write_bytes(content)
+def test_damaged_sources(name, content, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         list(tokenize.read_documents(tmp_path / name))
 
