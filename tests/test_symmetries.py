@@ -9,14 +9,13 @@ import torch.nn.functional as F
 
 from tests.limits import assert_close
 from tests.symmetries import SYMMETRIES, Symmetry, copy_of, kept, permute_heads, turn_residual
-from tests.tiny_models import build, ids, tiny
+from tests.tiny_models import PURE, build_mixed, ids, tiny
 from tnlm.config import ModelConfig
 from tnlm.transformer import Transformer
 
 # the forward of one model and of the changed one, each through some hundred roundings per layer; weights of the change
 # have condition numbers up to about ten
 ROUNDINGS = 2**16
-PURE = {"d_vocab": 13, "d_vocab_used": 11, "n_layer": 2, "n_head": 3, "d_model": 12, "d_hidden": 7, "n_ctx": 17}
 CONFIGS = {
     "released": tiny(norm_eps=0.0),
     "no softcap": tiny(norm_eps=0.0, logit_softcap=None, n_layer=2),
@@ -38,11 +37,7 @@ CONFIGS = {
 
 @cache
 def random_model(name: str) -> Transformer:
-    model = build(CONFIGS[name])
-    for block in model.blocks:
-        if block.attn is not None and block.attn.lamb is not None:
-            block.attn.lamb.data.fill_(0.3)  # far from the pole of L
-    return model
+    return build_mixed(CONFIGS[name])
 
 
 @cache

@@ -20,6 +20,10 @@ PUBLISHED = [
 """MLP and attention of the 16 architectures whose logits are recorded."""
 
 
+PURE = {"d_vocab": 13, "d_vocab_used": 11, "n_layer": 2, "n_head": 3, "d_model": 12, "d_hidden": 7, "n_ctx": 17}
+"""Sizes of a pure model, all different, with two ids that no text contains."""
+
+
 def tiny(**changes: object) -> ModelConfig:
     """The released architecture at n_head 3, d_qk 4, d_head 10, d_hidden 7, 11 of 13 ids used."""
     sizes = {"d_vocab": 13, "d_vocab_used": 11, "n_layer": 3, "n_head": 3, "d_model": 30, "d_qk": 4, "n_ctx": 17}
@@ -30,6 +34,15 @@ def tiny(**changes: object) -> ModelConfig:
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> Transformer:
     model = Transformer(config, dtype=dtype)
     randomize(model, seed)
+    return model
+
+
+def build_mixed(config: ModelConfig, seed: int = 0) -> Transformer:
+    """A random model whose layers take 0.3 of their values from block 0, where symmetry L is far from its pole."""
+    model = build(config, seed=seed)
+    for block in model.blocks:
+        if block.attn is not None and block.attn.lamb is not None:
+            block.attn.lamb.data.fill_(0.3)
     return model
 
 

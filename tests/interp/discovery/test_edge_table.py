@@ -12,7 +12,7 @@ import tnlm
 from tests.interp.builders import noise
 from tests.limits import assert_close
 from tests.symmetries import SYMMETRIES
-from tests.tiny_models import build, tiny
+from tests.tiny_models import PURE, build, build_mixed, tiny
 from tnlm import interp
 from tnlm.config import ModelConfig
 from tnlm.interp import alignment, edges
@@ -20,7 +20,6 @@ from tnlm.interp.discovery.edge_table import overlap, same_token
 
 TRAINED = Path(__file__).resolve().parents[3].parent / "shared" / "golden" / "trained_induction"
 COUNTS = torch.tensor([5, 1, 0, 2, 9, 4, 0, 3, 7, 1, 6])
-PURE = {"d_vocab": 13, "d_vocab_used": 11, "n_layer": 2, "n_head": 3, "d_model": 12, "d_hidden": 7, "n_ctx": 17}
 CONFIGS = {
     "released": tiny(norm_eps=0.0),
     "no softcap": tiny(norm_eps=0.0, logit_softcap=None, n_layer=2),
@@ -38,11 +37,7 @@ CASES = [(name, s) for name, c in CONFIGS.items() for s in SYMMETRIES.values() i
 
 @cache
 def model(name):
-    built = build(CONFIGS[name])
-    for block in built.blocks:
-        if block.attn is not None and block.attn.lamb is not None:
-            block.attn.lamb.data.fill_(0.3)
-    return built
+    return build_mixed(CONFIGS[name])
 
 
 @cache

@@ -7,13 +7,12 @@ import torch
 
 from tests.limits import assert_at_most, assert_close
 from tests.symmetries import SYMMETRIES
-from tests.tiny_models import build, tiny
+from tests.tiny_models import PURE, build, build_mixed, tiny
 from tnlm import interp
 from tnlm.config import ModelConfig
 from tnlm.interp import match_heads, similarity
 
 COUNTS = torch.tensor([5, 1, 0, 2, 9, 4, 0, 3, 7, 1, 6])
-PURE = {"d_vocab": 13, "d_vocab_used": 11, "n_layer": 2, "n_head": 3, "d_model": 12, "d_hidden": 7, "n_ctx": 17}
 CONFIGS = {
     "released": tiny(norm_eps=0.0, n_layer=2),
     "no softcap": tiny(norm_eps=0.0, logit_softcap=None, n_layer=2),
@@ -34,11 +33,7 @@ ROUNDINGS = 2**20
 
 @cache
 def model(name, seed=0):
-    built = build(CONFIGS[name], seed=seed)
-    for block in built.blocks:
-        if block.attn is not None and block.attn.lamb is not None:
-            block.attn.lamb.data.fill_(0.3)
-    return built
+    return build_mixed(CONFIGS[name], seed)
 
 
 @cache

@@ -86,7 +86,7 @@ def test_attention_shows_the_past_of_every_head():
         assert (trace["zmin"], trace["zmax"]) == (-limits[n % 3], limits[n % 3])
         assert trace["showscale"] == (n == 2)
     assert layout["title"]["text"] == "t"
-    assert [layout[f"yaxis{n}"]["title"].get("text") for n in (4,)] == ["query"]
+    assert layout["yaxis4"]["title"]["text"] == "query"
     assert [layout[f"xaxis{n}"]["title"].get("text") for n in (4, 5, 6)] == ["key"] * 3
     plain = _json(plot.attention(pattern))[1]
     assert [a["text"] for a in plain["annotations"]] == ["head 0 pattern", "head 1 pattern"]

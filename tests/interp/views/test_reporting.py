@@ -179,12 +179,14 @@ def _values(data):
 
 
 def _dense_form(model, layer, direction):
-    mlp = model.blocks[layer].mlp
+    """The traceless form of a layer along a direction, and the absolute sum of its terms by hidden unit."""
+    w_l, w_r, w_d = (getattr(model.blocks[layer].mlp, name).detach() for name in ("w_l", "w_r", "w_d"))
     for later in model.blocks[layer + 1 :]:
-        direction = direction * later.lambdas[0]
-    form = torch.einsum("o,oh,hi,hj->ij", direction, mlp.w_d, mlp.w_l, mlp.w_r).detach()
+        direction = direction * later.lambdas[0].detach()
+    form = torch.einsum("o,oh,hi,hj->ij", direction, w_d, w_l, w_r)
     form = (form + form.mT) / 2
-    return form - torch.eye(30, dtype=form.dtype) * form.trace() / 30
+    size = direction.abs() @ w_d.abs() @ (w_l.norm(dim=1) * w_r.norm(dim=1))
+    return form - torch.eye(30, dtype=form.dtype) * form.trace() / 30, float(size)
 
 
 def _centred_target(model, tokens, target):
@@ -201,14 +203,15 @@ def test_spectra_and_their_tokens(page, released):
     assert "traceless" in layout["title"]["subtitle"]["text"]
     largest = []
     for layer, trace in enumerate(traces):
-        values = torch.linalg.eigvalsh(_dense_form(model, layer, u)).abs().sort(descending=True).values
+        form, size = _dense_form(model, layer, u)
+        values = torch.linalg.eigvalsh(form).abs().sort(descending=True).values
         assert trace["name"] == f"layer {layer}"
         assert trace["x"] == list(range(30))
-        assert_close(_values(trace["y"]), values.tolist())
+        assert_close(_values(trace["y"]), values.tolist(), scale=size)
         largest.append(float(values[0]))
     strongest = max(range(3), key=largest.__getitem__)
     assert f"<p>Layer {strongest} holds the largest eigenvalue" in page
-    values, vectors = torch.linalg.eigh(_dense_form(model, strongest, u))
+    values, vectors = torch.linalg.eigh(_dense_form(model, strongest, u)[0])
     order = values.abs().argsort(descending=True)[:3]
     header, columns = tables[0]["header"]["values"], tables[0]["cells"]["values"]
     assert_rounded([h.replace("+", "") for h in header[1:]], [float(f"{v:.3g}") for v in values[order].tolist()])
