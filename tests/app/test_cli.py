@@ -296,7 +296,7 @@ def test_verify_released_records_the_outcome(tmp_path, capsys, monkeypatch):
         (["eval", "SAVED", "--text", "TEXT", "--device", "banana"], "device must be one that torch knows"),
         (["eval", "SAVED", "--text", "./missing.txt"], "No such file or directory: 'missing.txt'"),
         (["eval", "SAVED", "--text", "TEXT", "--seq", "65"], "seq must be between 1 and n_ctx=64, got 65"),
-        (["eval", "SAVED", "--text", "TEXT", "--rows", "0"], "rows must be at least 1"),
+        (["eval", "SAVED", "--text", "TEXT", "--rows", "0"], "rows must be an integer in [1, 2**63)"),
         (["eval", "SAVED", "--text", "TEXT", "--tokenizer", "gpt2"], "must have the model's 256 ids, got 'gpt2'"),
         (["eval", "SAVED", "--text", "TEXT", "--tokenizer", "./none"], 'tokenizer must be "gpt2", "bytes"'),
         (["eval", "SAVED", "--text", "SAVED"], "Is a directory"),

@@ -25,7 +25,7 @@ from tnlm.checkpoints.layouts import Layout, Table, to_published
 from tnlm.checkpoints.local import HISTORY, MANIFEST, MARKER, Found, is_own_weights, is_run, read_manifest
 from tnlm.checkpoints.resolve import find_model, locate
 from tnlm.checkpoints.weightfiles import Stored, count_nonfinite, list_names
-from tnlm.checks import as_dtype
+from tnlm.checks import MODEL, TOKENIZER, as_count, as_dtype, as_path, check_kind
 from tnlm.config import ModelConfig
 from tnlm.output.files import SAVED, lock, read_json, sync, write_synced
 from tnlm.text.default_tokenizer import saved_tokenizer
@@ -145,8 +145,12 @@ def save(
             run, or another process is saving to it.
         OSError: The disk is full, read-only or the like; names path and cause. The files of the folder are unchanged.
     """
-    folder = Path(folder)
+    folder = as_path("folder", folder)
+    check_kind("model", model, Transformer, MODEL)
     check_weights(model)
+    if tokenizer is not None:
+        check_kind("tokenizer", tokenizer, Tokenizer, TOKENIZER)
+    max_shard_bytes = as_count("max_shard_bytes", max_shard_bytes, 1)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder / _LOCK, what=str(folder)):
@@ -360,6 +364,7 @@ def _own(t: Tensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _check_device(device: torch.device | str) -> torch.device:
+    check_kind("device", device, (str, torch.device), "such as cpu or cuda:0")
     try:
         place = torch.device(device)
     except RuntimeError as error:

@@ -8,6 +8,7 @@ from tnlm.checkpoints import released
 from tnlm.checkpoints.local import Found, find_local
 from tnlm.checkpoints.released import Released
 from tnlm.checkpoints.weightfiles import SUFFIXES, list_names
+from tnlm.checks import check_kind
 
 
 def find_model(name_or_path: str | os.PathLike[str], *, revision: str | None = None) -> Found:
@@ -31,6 +32,7 @@ def locate(
     name_or_path: str | os.PathLike[str], *, revision: str | None = None
 ) -> tuple[Released | None, str, Path | None]:
     """Record of the released model, Hub id, existing path: one of the last two. No file is read or downloaded."""
+    check_kind("name_or_path", name_or_path, (str, os.PathLike), "give a path, a Hub id or a short name")
     text = os.fspath(name_or_path)
     if not text:
         raise ValueError(f"a path, a Hub id or one of {', '.join(released.RELEASED)} is needed, got an empty string")

@@ -87,8 +87,9 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 
 
 def check_count(name: str, value: int, low: int, high: int | None = None) -> None:
-    """Raise ValueError unless ``value`` is an integer in ``[low, high]``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+    """Raise ValueError unless ``value`` is an integer in ``[low, high]``, of at most 63 bits as torch has them."""
+    largest = 2**63 - 1 if high is None else high
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= largest:
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ValueError(f"{name} must be an integer {limit}, got {value!r}")
 
@@ -114,6 +115,8 @@ def check_view(net: Any, *parts: str) -> None:
 
 def check_bytes(what: str, shape: tuple[int, ...], dtype: torch.dtype, max_bytes: int, instead: str) -> None:
     """Raise ValueError before an allocation of ``shape`` that would pass ``max_bytes``."""
+    if not isinstance(max_bytes, float) or max_bytes != math.inf:
+        check_number("max_bytes", max_bytes, 0)
     need = dtype.itemsize
     for size in shape:
         need *= size

@@ -3,12 +3,13 @@
 The table itself, vocabulary by vocabulary, is never held in memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tnlm.checks import check_kind, check_values, is_integer
 from tnlm.interp.checks import check_choice, check_computed, check_count
 
 # Entries of the table that are computed at once: 64 MiB in float32.
@@ -27,6 +28,12 @@ def token_ids(tokens: Sequence[int] | Tensor | None, d_vocab: int, device: torch
     """``tokens`` as an int64 vector on ``device``; ValueError for ids outside ``[0, d_vocab)`` or repeated."""
     if tokens is None:
         return torch.arange(d_vocab, device=device)
+    if isinstance(tokens, Tensor):
+        check_values("tokens", tokens)
+    else:
+        check_kind("tokens", tokens, Iterable, "give a list of ids")
+        if wrong := [token for token in tokens if not is_integer(token)]:
+            raise ValueError(f"tokens must be a vector of integer ids, got {wrong[0]!r} among them")
     ids = torch.as_tensor(tokens, device=device)
     if ids.ndim != 1 or ids.dtype.is_floating_point or ids.dtype in (torch.bool, torch.complex64, torch.complex128):
         raise ValueError(f"tokens must be a vector of integer ids, got shape {tuple(ids.shape)} of {ids.dtype}")

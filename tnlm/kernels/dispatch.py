@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+import sys
 import warnings
 from functools import cache
+from numbers import Real
 from typing import Literal, get_args
 
 import torch
@@ -106,6 +108,8 @@ def _run(kind: str, operands: dict[str, Tensor], causal: bool, scale: float | No
         implementation = "eager" if transformed(*operands.values()) else choose(v.device, v.dtype, **sizes)
     elif reason := _why_not(implementation, operands):
         raise ValueError(f'implementation="{implementation}" {reason}')
+    if scale is not None and not (isinstance(scale, Real) and abs(scale) <= sys.float_info.max):
+        raise ValueError(f"scale must be a finite number, or None for 1 / d_qk**2, got {scale!r}")
     scale = 1.0 / q.shape[3] ** 2 if scale is None else float(scale)
     if implementation in ("chunked", "triton"):
         op = ops.bilinear_fwd if kind == "bilinear" else ops.squared_fwd
@@ -140,6 +144,9 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: in
 
 def _settle(operands: dict[str, Tensor]) -> dict[str, Tensor]:
     """The operands, under autocast cast to its dtype: autocast does not act on custom operators by itself."""
+    for name, x in operands.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor (batch, seq, n_head, d), got {type(x).__name__}")
     device = operands["v"].device.type
     if not autocast_active(device):
         return operands

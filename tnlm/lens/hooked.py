@@ -21,6 +21,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import Slice
 from transformer_lens.utilities.activation_functions import SOFTCAP_DISABLED
 
+from tnlm.checks import MODEL, check_kind
 from tnlm.lens.activations import Positions, ResidualCache, close_matches
 from tnlm.lens.text import TextMethods
 from tnlm.lens.weights import ModelWeights, shared_view
@@ -49,6 +50,7 @@ def hook(model: "Transformer | HookedModel", *, tokenizer: Tokenizer | None = No
     Raises:
         ValueError: ``model`` is not a :class:`tnlm.Transformer`, or it or a part of it is compiled.
     """
+    check_kind("model", model, torch.nn.Module, MODEL)
     refuse_compiled(model)
     if isinstance(model, HookedModel):
         return model

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tnlm.checks import MODEL, TOKENIZER, check_kind
 from tnlm.text import tokenizer as tokenizers
 from tnlm.text.tokenizer import FILE_NAME, Tokenizer
 
@@ -35,6 +36,9 @@ def find_tokenizer(model: "Transformer", given: Tokenizer | str | None = None) -
     Raises:
         ValueError: There is none, or its vocabulary is not that of the model.
     """
+    from tnlm.transformer import Transformer  # torch, which a model has imported
+
+    check_kind("model", model, Transformer, MODEL)
     used = model.config.d_vocab_used
     if given is not None:
         found = given if isinstance(given, Tokenizer) else tokenizers.get(given)
@@ -61,6 +65,8 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
     Raises:
         ValueError: The prompt is empty and the tokenizer has no such id.
     """
+    check_kind("prompt", prompt, str, "ids need no encoding")
+    check_kind("tokenizer", tokenizer, Tokenizer, TOKENIZER)
     if prompt:
         return tokenizer.encode(prompt)
     if tokenizer.eot is None:
@@ -74,6 +80,8 @@ def one_token(name: str, text: str, tokenizer: Tokenizer) -> int:
     Raises:
         ValueError: The text is no token or several; shows them.
     """
+    check_kind(name, text, str, "give the text of one token")
+    check_kind("tokenizer", tokenizer, Tokenizer, TOKENIZER)
     ids = tokenizer.encode(text)
     if len(ids) != 1:
         pieces = ", ".join(tokenizer.quoted(i) for i in ids)

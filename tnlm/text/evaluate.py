@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tnlm.checks import MODEL, TOKENIZER, as_count, check_kind, check_values, is_integer
 from tnlm.config import ModelConfig
 from tnlm.output.progress import track
 from tnlm.text.tokenizer import Tokenizer
@@ -87,9 +88,13 @@ def cross_entropy(
     Warns:
         UserWarning: Windows above 512 tokens with the released architecture and bilinear attention.
     """
+    check_kind("model", model, Transformer, MODEL)
+    check_values("tokens", tokens)
+    rows = None if rows is None else as_count("rows", rows, 1, others=", or None for all")
+    batch_size = as_count("batch_size", batch_size, 1)
     windows = _windows(tokens, model.config, seq=seq, rows=rows)
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if byte_lengths is not None:
+        check_kind("byte_lengths", byte_lengths, Sequence, "tnlm.text.byte_lengths(tokenizer) gives it")
     if byte_lengths is not None and len(byte_lengths) < model.config.d_vocab_used:
         raise ValueError(
             f"byte_lengths must cover d_vocab_used={model.config.d_vocab_used} ids, got {len(byte_lengths)}; "
@@ -117,13 +122,27 @@ def cross_entropy(
 def token_losses(
     logits: Float[Tensor, "batch seq d_vocab"], targets: Int[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch seq"]:
-    """``-log softmax(logits)[target]`` in nats, in float32 or wider."""
+    """``-log softmax(logits)[target]`` in nats, in float32 or wider.
+
+    Raises:
+        ValueError: ``targets`` are no ids of the shape of ``logits`` without its last axis.
+    """
+    for name, x in (("logits", logits), ("targets", targets)):
+        check_kind(name, x, Tensor, "use torch.as_tensor")
+    fit = logits.ndim == 3 and logits.shape[:2] == targets.shape and logits.device == targets.device
+    if targets.dtype != torch.int64 or not logits.is_floating_point() or not fit:
+        raise ValueError(
+            "logits must be floating (batch, seq, d_vocab) and targets int64 (batch, seq) on one device, got "
+            f"{logits.dtype} of {tuple(logits.shape)} on {logits.device}, and {targets.dtype} of "
+            f"{tuple(targets.shape)} on {targets.device}"
+        )
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
 
 
 def byte_lengths(tokenizer: Tokenizer) -> list[int]:
     """Number of bytes of the text of each id; 0 for the end-of-text id."""
+    check_kind("tokenizer", tokenizer, Tokenizer, TOKENIZER)
     return [0 if i == tokenizer.eot else len(tokenizer.token_bytes(i)) for i in range(tokenizer.d_vocab)]
 
 
@@ -188,8 +207,8 @@ def _sum_losses(
 
 def _windows(tokens: Tensor, config: ModelConfig, *, seq: int | None, rows: int | None) -> list[Tensor]:
     """Windows of ``seq + 1`` ids, of which the model reads all but the last; the last window may be shorter."""
-    if rows is not None and rows < 1:
-        raise ValueError(f"rows must be at least 1, or None for all, got {rows}")
+    if seq is not None and not is_integer(seq):
+        raise ValueError(f"seq must be an integer, or None for the longest window, got {seq!r}")
     if tokens.ndim == 2:
         if seq is not None and seq != tokens.shape[1] - 1:
             raise ValueError(

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from tnlm.cache import RECURRENT_ATTENTIONS, Cache, position_numbers, state_numbers
-from tnlm.checks import as_token_id
+from tnlm.checks import MODEL, as_token_id, check_kind, is_integer, seeded
 from tnlm.config import ModelConfig
 from tnlm.text.default_tokenizer import encode_prompt, find_tokenizer
 from tnlm.text.tokenizer import Tokenizer
@@ -69,6 +69,7 @@ def generate(
         ValueError: An argument is out of range, an id is not below ``d_vocab_used``, a prompt is empty or left-padded,
             or the logits are NaN or overflow.
     """
+    check_kind("model", model, Transformer, MODEL)
     continued = partial(
         _continue, model, n=max_new_tokens, options=_options(temperature, top_k, top_p), pad=pad, seed=seed, cache=cache
     )
@@ -98,13 +99,13 @@ def _continue(
         n = min(DEFAULT_NEW_TOKENS, max(room, 1))
     limit = model.config.d_vocab_used
     assert limit is not None
-    if not _is_integer(n) or n < 0:
+    if not is_integer(n) or n < 0:
         raise ValueError(f"max_new_tokens must be an integer >= 0, got {n!r}")
     stops = torch.tensor(_stop_ids(stop, limit), dtype=torch.int64, device="cpu")
     if pad is not None:
         pad = as_token_id("pad", pad, model.config.d_vocab)
     _check_prompt(model, tokens, pad, n)
-    generator = None if seed is None else _generator(seed)
+    generator = None if seed is None else seeded(seed, others=", or None")
     state = _new_cache(model, cache, tokens.shape[1] + n)
 
     out = tokens.long()
@@ -138,6 +139,7 @@ def probabilities(
         ValueError: An option is out of range.
     """
     temperature, top_k, top_p = _options(temperature, top_k, top_p)
+    check_kind("logits", logits, Tensor, "use torch.as_tensor")
     z = logits.double()
     z = z - z.amax(-1, keepdim=True)
     if temperature == 0:
@@ -201,7 +203,7 @@ def _options(
     t, p = _as_float(temperature), None if top_p is None else _as_float(top_p)
     if not 0 <= t < math.inf:
         raise ValueError(f"temperature must be a finite number >= 0 (0 is greedy), got {temperature!r}")
-    if top_k is not None and (not _is_integer(top_k) or top_k < 1):
+    if top_k is not None and (not is_integer(top_k) or top_k < 1):
         raise ValueError(f"top_k must be an integer >= 1, or None for off, got {top_k!r}")
     if p is not None and not 0 < p <= 1:
         raise ValueError(
@@ -244,20 +246,9 @@ def _refuse_left_padding(first: Int[Tensor, "batch one"], config: ModelConfig, p
 def _stop_ids(stop: int | Iterable[int] | None, limit: int) -> list[int]:
     if stop is None:
         return []
-    if isinstance(stop, Tensor):
+    if isinstance(stop, Tensor) and not stop.is_meta:
         stop = stop.tolist()
     return [as_token_id("stop", i, limit) for i in (stop if isinstance(stop, Iterable) else [stop])]
-
-
-def _generator(seed: int) -> torch.Generator:
-    if not _is_integer(seed) or not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be an integer in [0, 2**63), or None, got {seed!r}")
-    return torch.Generator().manual_seed(operator.index(seed))
-
-
-def _is_integer(value: object) -> bool:
-    """Whether ``value`` is an integer, of Python or a library such as numpy, and no bool."""
-    return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
 
 
 def _as_float(value: object) -> float:

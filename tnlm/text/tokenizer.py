@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+from tnlm.checks import as_count, as_path, check_kind
 from tnlm.output.files import SAVED, read_json, write_atomically
 
 EOT_TEXT = "<|endoftext|>"
@@ -215,7 +216,7 @@ def get(name_or_path: str | os.PathLike) -> Tokenizer:
         return Tokenizer("bytes", [bytes([byte]) for byte in range(256)], eot=False)
     if name_or_path == "gpt2":
         return _find_gpt2()
-    path = Path(name_or_path)
+    path = as_path("tokenizer", name_or_path)
     if not path.exists():
         raise ValueError(f'tokenizer must be "gpt2", "bytes" or an existing path, got {str(name_or_path)!r}')
     if path.suffix == ".json" or (path / FILE_NAME).exists():
@@ -235,6 +236,14 @@ def train_bpe(texts: Iterable[str], d_vocab: int) -> Tokenizer:
     Raises:
         ValueError: ``d_vocab`` is below 257, or the texts hold too few pairs to reach it.
     """
+    check_kind("texts", texts, Iterable, "give a list of texts")
+
+    def checked() -> Iterator[str]:
+        for text in texts:
+            check_kind("every one of texts", text, str, "give a list of texts")
+            yield text
+
+    d_vocab = as_count("d_vocab", d_vocab, 0)
     if d_vocab < 257:
         raise ValueError(f"d_vocab must be at least 257 (256 bytes and end-of-text), got {d_vocab}")
     from tokenizers import Tokenizer as Trained
@@ -244,7 +253,7 @@ def train_bpe(texts: Iterable[str], d_vocab: int) -> Tokenizer:
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trained.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=d_vocab - 1, initial_alphabet=alphabet, show_progress=False)
+        checked(), trainers.BpeTrainer(vocab_size=d_vocab - 1, initial_alphabet=alphabet, show_progress=False)
     )
     vocabulary = trained.get_vocab()
     if len(vocabulary) < d_vocab - 1:

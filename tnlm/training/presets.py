@@ -6,6 +6,7 @@ What a preset does not set, as the learning rates of ``tiny``, has the default o
 
 from collections.abc import Callable
 
+from tnlm.checks import check_kind
 from tnlm.config import AttentionKind, MLPKind, ModelConfig, published_size
 from tnlm.training.config import TrainConfig
 
@@ -148,6 +149,7 @@ def preset(
     Raises:
         ValueError: The name is unknown, or the changes do not fit.
     """
+    check_kind("name", name, str, f"one of {', '.join(PRESETS)}")
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
     config = PRESETS[name]()

@@ -8,7 +8,8 @@ from jaxtyping import Real
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from tnlm.interp.checks import check_choice, check_count
+from tnlm.checks import check_kind, seeded
+from tnlm.interp.checks import check_choice, check_count, check_number
 from tnlm.interp.extraction import AttentionLayer, Extracted, extract
 from tnlm.interp.layers.heads import BilinearHead
 from tnlm.interp.layers.similarities import GIVEN, KINDS, Kind, Map, Similarity, cosine, head_product, map_similarity
@@ -131,6 +132,9 @@ def match_heads(
         distances: Query position minus key position of the patterns.
         token_weights, samples, seed: As in `similarity` of models.
     """
+    for name, heads in (("a", a), ("b", b)):
+        check_kind(name, heads, (Sequence, AttentionLayer), "pass extract(model).attention[layer]")
+    _check_distances(distances)
     if not len(a) or not len(b) or not len(distances):
         raise ValueError(f"needs heads and distances, got {len(a)} and {len(b)} heads, {len(distances)} distances")
     if isinstance(a, AttentionLayer) and isinstance(b, AttentionLayer):
@@ -162,6 +166,7 @@ def _models(
     check_count("permutations", permutations, 0)
     if nets[0].n_layer != nets[1].n_layer:
         raise ValueError(f"models must have the same n_layer, got {nets[0].n_layer} and {nets[1].n_layer}")
+    _check_distances(distances)
     if not len(distances):
         raise ValueError("distances must hold at least one distance, got none")
     a, b = shared_rows(nets[0], nets[1], weights, samples, seed)
@@ -176,9 +181,15 @@ def _models(
         return torch.stack([cosine(p, own[part], other[part]).value for part, p in products.items()])
 
     value = cosines(crossed, Folded(b, b).layers(distances))
-    generator, chance = torch.Generator().manual_seed(seed), []
+    generator, chance = seeded(seed), []
     for _ in range(permutations):
         renamed = b.permuted(torch.randperm(len(b.inputs), generator=generator).to(b.inputs.device))
         chance.append(cosines(Folded(a, renamed).layers(distances), Folded(renamed, renamed).layers(distances)))
     nulls = torch.stack(chance) if chance else None
     return Similarity(value, torch.zeros_like(value), "tokens", tuple(crossed), nulls)
+
+
+def _check_distances(distances: Sequence[int]) -> None:
+    check_kind("distances", distances, Sequence, "give a list of distances")
+    for distance in distances:
+        check_number("every one of distances", distance)

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tnlm.checks import check_function, seeded
 from tnlm.interp.checks import check_count, check_number, check_tensor
 from tnlm.interp.layers.bilinear import BilinearTensor, check_layer
 from tnlm.interp.layers.eigensolver import fix_signs
@@ -116,11 +117,13 @@ def cp(
     check_count("restarts", restarts, 1)
     check_number("ridge", ridge, 0)
     check_number("tol", tol, 0)
+    if callback is not None:
+        check_function("callback", callback)
     norm2 = float(b.inner(b).clamp_min(0))
     if norm2 == 0:
         empty = b.w_l.new_zeros(rank, b.d_in)
         return replace(b, w_l=empty, w_r=empty, w_d=b.w_d.new_zeros(b.d_out, rank))
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     best_error, best = float("inf"), b
     for restart in range(restarts):
         w_l, w_r = (torch.randn(rank, b.d_in, generator=generator, dtype=torch.float64).to(b.w_l) for _ in range(2))

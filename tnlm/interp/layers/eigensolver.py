@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tnlm.checks import seeded
 from tnlm.interp.checks import check_computed, check_count, check_number
 
 Which = Literal["abs", "max", "min"]
@@ -147,7 +148,7 @@ class _Batch:
     @classmethod
     def start(cls, n: int, d: int, *, dtype: torch.dtype, device: torch.device, seed: int) -> "_Batch":
         """``n`` forms that all start from one random vector, without steps."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         probe = torch.randn(d, generator=generator, dtype=torch.float64).to(device)
         v = (probe / probe.norm()).to(dtype).expand(n, d)
         return cls(v, v.new_zeros(n, 0, d), v.new_zeros(n, 0), v.new_zeros(n, 0), generator)

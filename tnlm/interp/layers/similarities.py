@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from tnlm.checks import seeded
 from tnlm.interp.checks import check_bytes
 from tnlm.interp.layers.bilinear import BilinearTensor, check_layer, unit_scale
 from tnlm.interp.layers.grams import cross_gram
@@ -224,7 +225,7 @@ def _forward(layers: list[BilinearTensor], residual: bool) -> Callable[[Tensor],
 
 
 def _sampled(maps: list, kind: Kind, d: int, samples: int, seed: int, like: Tensor | None) -> Similarity:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     real = torch.float64 if like is None else like.dtype.to_real()
     columns = []
     for start in range(0, samples, _CHUNK):

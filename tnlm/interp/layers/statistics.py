@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tnlm.checks import check_values
 from tnlm.interp.checks import (
     check_choice,
     check_computed,
@@ -123,8 +124,9 @@ def bounds(
     """
     check_choice("domain", domain, ("sphere", "ball"))
     check_layer(b, real=True)
-    radius2 = float(b.d_in if radius2 is None else radius2)
+    radius2 = b.d_in if radius2 is None else radius2
     check_number("radius2", radius2, 0)
+    radius2 = float(radius2)
     check_tensor("u", u, (..., b.d_out), b.w_l)
     # of the form as it is stored: other radii see the multiple of the identity
     wide, dtype = replace(b.to(torch.float64), domain="space"), b.dtype
@@ -166,6 +168,11 @@ def trace_bounds(
     check_real("trace", trace)
     check_tensor("frobenius", frobenius, tuple(trace.shape), trace)
     check_count("d", d, 1)
+    for name, error in (("trace_error", trace_error), ("squares_error", squares_error)):
+        if error is not None:
+            check_values(name, error)
+            check_tensor(name, error, tuple(trace.shape))
+    check_values("trace", trace)
     if bool((frobenius < 0).any()):
         raise ValueError(f"frobenius must be norms, at least 0, got {float(frobenius.min()):.3g}")
     dtype = trace.dtype

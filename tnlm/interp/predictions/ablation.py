@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tnlm.checks import MODEL, check_kind, check_values, seeded
 from tnlm.interp.checks import check_choice, check_count, check_finite
 from tnlm.interp.extraction import Extracted, extract
 from tnlm.interp.layers.bilinear import BilinearTensor, check_layer
@@ -70,6 +71,8 @@ def ablation_edits(
 ) -> dict[str, Callable[[Tensor], Tensor]]:
     """The edits that :func:`ablate` makes, for :func:`tnlm.points.intervene` or :func:`delta_ce`."""
     check_choice("how", how, ("zero", "mean", "resample"))
+    check_values("tokens", tokens)
+    check_kind("what", what, (str, Sequence), "give a point, (point, head) or several of them")
     model = net.model if isinstance(net, Extracted) else extract(net).model
     single = isinstance(what, str) or (
         isinstance(what, tuple) and len(what) == 2 and not isinstance(what[1], str | tuple)
@@ -98,6 +101,7 @@ def _replacements(
         with intervene(model, {name: lambda x: x for name in names}):
             return {}
     source = tokens if reference is None else reference
+    check_values("reference", source)
     if source.ndim != 2 or not source.numel():
         raise ValueError(f"reference must be (rows, seq) of at least one token, got shape {tuple(source.shape)}")
     run = record(model, source, names)
@@ -105,7 +109,7 @@ def _replacements(
         return {name: run[name].mean((0, 1) if _seq_axis(name) else 0, keepdim=True) for name in names}
     if source.shape[1] != tokens.shape[1]:
         raise ValueError(f"resampling needs rows of seq={tokens.shape[1]} tokens, got {source.shape[1]}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     if reference is None:
         if len(tokens) < 2:
             raise ValueError("resampling needs another row: pass at least 2 rows, or reference=")
@@ -177,6 +181,7 @@ def delta_ce(
     check_count("batch_size", batch_size, 1)
     if not isinstance(edited, nn.Module | Mapping):
         raise ValueError(f"edited must be a model or edits by point, got {type(edited).__name__}")
+    check_values("tokens", tokens)
     if tokens.ndim != 2 or tokens.shape[1] < 2 or not len(tokens):
         raise ValueError(f"tokens must be (rows, seq + 1) with at least one target each, got {tuple(tokens.shape)}")
     for part in (tokens[:, :-1], tokens[:, 1:]):
@@ -215,6 +220,8 @@ def with_mlp(model: Transformer, layers: Mapping[int, BilinearTensor]) -> Transf
     Raises:
         ValueError: No such layer, or widths that do not fit.
     """
+    check_kind("model", model, Transformer, MODEL)
+    check_kind("layers", layers, Mapping, "give {layer: BilinearTensor}")
     edited = shared_copy(model)
     width = model.config.d_model
     for layer, tensor in layers.items():

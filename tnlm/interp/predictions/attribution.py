@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tnlm.checks import check_kind
 from tnlm.interp.checks import check_choice, check_count
 from tnlm.interp.extraction import Extracted, extract
 from tnlm.interp.layers.input_shares import layer_pairs
@@ -131,6 +132,8 @@ def _norm_points(net: Extracted) -> list[str]:
 
 
 def _check_layers(net: Extracted, layers: Sequence[int] | None) -> None:
+    if layers is not None:
+        check_kind("layers", layers, Sequence, "give a list of layers, or None for all")
     for layer in layers or ():
         check_count("every one of layers", layer, 0, net.n_layer - 1)
         net.mlp[layer]  # raises with the reason when the MLP has no tensor

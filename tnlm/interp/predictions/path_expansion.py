@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
+from tnlm.checks import as_count, check_kind
 from tnlm.interp.extraction import Extracted, extract
 from tnlm.interp.predictions.polynomials import polynomial_coefficients
 from tnlm.points import intervene, is_point, record
@@ -56,11 +57,12 @@ def paths(
     if reasons := net.config.why_not_polynomial("layers"):
         raise ValueError(f"paths need polynomial layers, but {', '.join(reasons)}; explain takes every kind")
     tokens, target = net.read_prompt("paths", tokens), net.read_token("target", target)
+    check_kind("branches", branches, Sequence, "give a list of points")
     if len(set(branches)) != len(branches):
         raise ValueError(f"branches must differ, got {list(branches)}")
     degrees = [_degree(net, branch) for branch in branches]
     forwards = prod(degree + 1 for degree in degrees)
-    if forwards > max_forwards:
+    if forwards > as_count("max_forwards", max_forwards, 1):
         raise ValueError(
             f"branches of degrees {degrees} need {forwards:,} forwards, more than max_forwards={max_forwards:,}; "
             "choose fewer branches, later layers, or raise max_forwards"

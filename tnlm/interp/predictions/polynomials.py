@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Inexact
 from torch import Tensor
 
+from tnlm.checks import check_function, check_kind, check_values
 from tnlm.interp.checks import check_count, check_tensor
 
 
@@ -24,7 +25,11 @@ def degrees(f: Callable[[Tensor], Tensor], x: Inexact[Tensor, "*shape"], n: int)
     Raises:
         ValueError: ``f`` is no polynomial of degree ``n`` (with real coefficients, for real ``x``), or NaN in ``x``.
     """
+    check_function("f", f)
+    check_values("x", x)
     check_tensor("x", x, (...,))
+    if not x.numel():
+        raise ValueError(f"x must hold at least one number, got shape {tuple(x.shape)}")
     check_count("n", n, 0)
     z = x.to(x.dtype.to_complex())
     parts = polynomial_coefficients(lambda g: f(g[0] * z), [n], dtype=z.dtype)
@@ -47,6 +52,9 @@ def polynomial_coefficients(
     Raises:
         ValueError: The values are no polynomial of these degrees.
     """
+    check_function("f", f)
+    check_kind("degree", degree, Sequence, "give a list, with one degree for each variable")
+    check_kind("dtype", dtype, torch.dtype, "such as torch.complex128")
     if not degree:
         raise ValueError("degree must name at least one variable, got none")
     for n in degree:
@@ -58,6 +66,8 @@ def polynomial_coefficients(
     for powers in itertools.product(*map(range, sizes)):
         angles = torch.tensor([2 * torch.pi * p / size for p, size in zip(powers, sizes)], dtype=torch.float64)
         values.append(f(torch.polar(torch.ones_like(angles), angles).to(dtype)))
+    for value in values:
+        check_values("what f returns", value)
     stacked = torch.stack(values)
     grid = stacked.reshape(*sizes, *stacked.shape[1:])
     parts = torch.fft.fftn(grid, dim=tuple(range(len(sizes)))) / prod(sizes)

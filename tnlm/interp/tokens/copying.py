@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tnlm.interp.checks import check_count, check_real, check_tensor, check_view
+from tnlm.checks import check_kind, check_values, seeded
+from tnlm.interp.checks import check_count, check_number, check_real, check_tensor, check_view
 from tnlm.interp.extraction import Extracted
 from tnlm.interp.layers.heads import BilinearHead
 from tnlm.interp.tokens.bare_tokens import copied_values, normed
@@ -38,6 +39,7 @@ def match(table: Float[Tensor, "n n"]) -> Match:
 
     Source: Hoeffding 1951, A combinatorial central limit theorem.
     """
+    check_values("table", table)
     check_tensor("table", table, (None, None))
     check_tensor("table", table, (None, len(table)))
     check_real("table", table)
@@ -63,6 +65,8 @@ def pattern_table(
     Raises:
         ValueError: The pattern is not polynomial, or shapes do not fit.
     """
+    check_kind("head", head, BilinearHead, "extract(model).attention[layer].head(n) gives one")
+    check_number("distance", distance)
     head._require_pattern("pattern_table")
     scores = (
         head.token_table(queries, branch, "q") @ head.token_table(keys, branch, "k", -distance).mT for branch in (1, 2)
@@ -94,6 +98,7 @@ def copy_table(
     """
     check_view(net, "config", "attention", "unembed", "write_factors")
     check_count("layer", layer, 0, len(net.attention) - 1)
+    check_count("head", head, 0, net.config.n_head - 1)
     check_tensor("inputs", inputs, (len(net.unembed), net.unembed.shape[1]), net.unembed)
     written = copied_values(net, layer, head, normed(net, inputs), net.x0)
     return (net.write_factors[layer] * net.unembed @ written.left) @ written.right
@@ -101,6 +106,7 @@ def copy_table(
 
 def follower_entries(tokens: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq seq"]:
     """Mask of the entries ``[query, key]`` whose key follows a token equal to the query's, as induction needs."""
+    check_values("tokens", tokens)
     if tokens.ndim != 2 or tokens.dtype.is_floating_point:
         raise ValueError(f"tokens must be ids (batch, seq), got shape {tuple(tokens.shape)} of {tokens.dtype}")
     follows = torch.zeros(*tokens.shape, tokens.shape[1], dtype=torch.bool, device=tokens.device)
@@ -114,6 +120,7 @@ def equal_part(entries: Bool[Tensor, "batch seq seq"], seed: int = 0) -> Bool[Te
     Raises:
         ValueError: Entries in the future, or a row that has fewer others than entries.
     """
+    check_values("entries", entries)
     if entries.dtype != torch.bool or entries.ndim != 3 or entries.shape[1] != entries.shape[2]:
         raise ValueError(f"entries must be bool (batch, seq, seq), got {entries.dtype} of shape {tuple(entries.shape)}")
     if bool((entries & ~entries.tril()).any()):
@@ -124,7 +131,7 @@ def equal_part(entries: Bool[Tensor, "batch seq seq"], seed: int = 0) -> Bool[Te
         row = int((wanted > have).flatten(1).any(0).nonzero()[0])
         most = int(wanted[:, row].max())
         raise ValueError(f"every row needs as many other entries as it has, got {most} of the {row + 1} in row {row}")
-    noise = torch.rand(entries.shape, generator=torch.Generator().manual_seed(seed)).to(entries.device)
+    noise = torch.rand(entries.shape, generator=seeded(seed)).to(entries.device)
     order = noise.masked_fill(~others, 2.0).argsort(-1).argsort(-1)
     return order < wanted
 

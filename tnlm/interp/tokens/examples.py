@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tnlm.checks import check_values
 from tnlm.interp.checks import check_computed, check_count, check_tensor
 from tnlm.interp.extraction import Extracted, extract
 from tnlm.interp.layers.statistics import Bounds, bounds
@@ -58,6 +59,7 @@ def top_examples(
         ValueError: Shapes that do not fit, a layer without tensor, or ids out of range.
     """
     net = net if isinstance(net, Extracted) else extract(net)
+    check_values("tokens", tokens)
     if tokens.ndim != 2 or not tokens.numel():
         raise ValueError(f"tokens must be (rows, seq) with at least one token, got shape {tuple(tokens.shape)}")
     net.model.check_tokens(tokens, limit=net.config.d_vocab_used)

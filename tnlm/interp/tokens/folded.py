@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int, Real
 from torch import Tensor
 
+from tnlm.checks import seeded
 from tnlm.interp.checks import check_count
 from tnlm.interp.extraction import Extracted
 from tnlm.interp.layers.bilinear import BilinearTensor, unit_scale
@@ -40,7 +41,7 @@ def draw_tokens(
     if samples is not None:
         check_count("samples", samples, 2)
         if len(ids) > samples:
-            generator = torch.Generator().manual_seed(seed)
+            generator = seeded(seed)
             ids = torch.multinomial(p.double().cpu(), samples, generator=generator).sort().values.to(p.device)
             p = torch.ones_like(p)
     for net in nets:

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Int, Real
 from torch import Tensor
 
+from tnlm.checks import check_values
 from tnlm.interp.checks import check_count, check_tensor, check_view
 from tnlm.interp.extraction import Extracted
 from tnlm.interp.layers.bilinear import BilinearTensor
@@ -44,6 +45,7 @@ def top_tokens(
     if isinstance(matrix, LowRank):
         like, shape = matrix.left, matrix.shape
     else:
+        check_values("matrix", matrix)
         check_tensor("matrix", matrix, (None, None))
         like, shape = matrix, (matrix.shape[0], matrix.shape[1])
     if shape[0] != shape[1]:

@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from tnlm.checks import as_path
 from tnlm.interp.checks import (
     check_bytes,
     check_computed,
@@ -107,7 +107,9 @@ def vocab_eigs(
     dense = not iteration_pays(b.d_in, len(ids), k)
     settings: dict[str, Any] = {"layer": layer, "domain": b.domain, "k": k, "tol": tol, "which": which}
     settings |= {"max_steps": max_steps, "seed": seed, "block": block}
-    store = None if folder is None else BlockStore(Path(folder), settings, (b.w_l, b.w_r, b.w_d, directions))
+    store = (
+        None if folder is None else BlockStore(as_path("folder", folder), settings, (b.w_l, b.w_r, b.w_d, directions))
+    )
     norms2: Tensor | None = None
 
     def compute(start: int) -> Eig:

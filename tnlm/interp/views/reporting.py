@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Int, Real
 from torch import Tensor
 
+from tnlm.checks import TOKENIZER, as_path, check_kind, check_values
 from tnlm.interp.checks import check_count
 from tnlm.interp.extraction import Extracted, extract
 from tnlm.interp.layers.decompositions import hosvd
@@ -24,10 +25,8 @@ from tnlm.interp.vocabulary import token_weights
 from tnlm.output.page import Page
 from tnlm.output.progress import track
 from tnlm.points import record
+from tnlm.text.tokenizer import Tokenizer
 from tnlm.transformer import Transformer
-
-if TYPE_CHECKING:
-    from tnlm.text.tokenizer import Tokenizer
 
 _FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.1)
 _SHOWN_SEQ = 32
@@ -38,7 +37,7 @@ def report(
     path: str | Path,
     *,
     tokens: Int[Tensor, "rows seq_plus_1"],
-    tokenizer: "Tokenizer | None" = None,
+    tokenizer: Tokenizer | None = None,
     target: int | str | None = None,
     weights: Real[Tensor, " d_vocab_used"] | None = None,
     top: int = 8,
@@ -65,6 +64,7 @@ def report(
     Raises:
         ValueError: Tokens or target out of range, or shapes that do not fit.
     """
+    path = as_path("path", path)
     net = model if isinstance(model, Extracted) else extract(model)
     page = Page(f"tnlm report: {net.config.n_layer} layers, {net.config.mlp} MLP, {net.config.attention} attention")
     add_sections(
@@ -78,13 +78,16 @@ def add_sections(
     net: Extracted,
     *,
     tokens: Int[Tensor, "rows seq_plus_1"],
-    tokenizer: "Tokenizer | None" = None,
+    tokenizer: Tokenizer | None = None,
     target: int | str | None = None,
     weights: Real[Tensor, " d_vocab_used"] | None = None,
     top: int = 8,
     progress: bool = True,
 ) -> None:
     """Add the sections of :func:`report` to a page."""
+    check_values("tokens", tokens)
+    if tokenizer is not None:
+        check_kind("tokenizer", tokenizer, Tokenizer, TOKENIZER)
     if tokens.ndim != 2 or tokens.shape[1] < 2 or not len(tokens):
         raise ValueError(f"tokens must be (rows, seq + 1), got shape {tuple(tokens.shape)}")
     for part in (tokens[:, :-1], tokens[:, 1:]):
@@ -117,7 +120,7 @@ class _Study:
     """Text of every token of the vocabulary that text can contain."""
     weights: Tensor
     """How often each of these tokens occurs, sums to 1."""
-    tokenizer: "Tokenizer | None"
+    tokenizer: Tokenizer | None
     top: int
 
     @property

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tnlm.checks import as_path
 from tnlm.training.config import OPERATIONAL, TrainConfig, load_config
 from tnlm.training.run.metrics import read_metrics
 
@@ -158,7 +159,7 @@ def load_run(folder: str | os.PathLike, *, metric: Metric = "loss") -> Run:
     Raises:
         ValueError: A file is missing or damaged, or the run has no validation at its last step.
     """
-    folder = Path(folder)
+    folder = as_path("folder", folder)
     config = load_config(folder / "config.json")
     events = read_events(folder / "metrics.jsonl")
     starts = [event for event in events if event["kind"] in ("start", "resume")]

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from tnlm.checks import as_path, check_values
 from tnlm.output.files import lock, read_json, replacing, write_atomically
 
 MAGIC = 20240520
@@ -41,7 +42,9 @@ def write_shard(path: str | os.PathLike, tokens: Sequence[int] | np.ndarray) -> 
         ValueError: ``tokens`` is empty, not one axis of integers, or holds an id outside ``[0, 65535]``.
         OSError: The disk refuses it; names the file, and leaves nothing.
     """
-    path, tokens = Path(path), np.asarray(tokens)
+    if hasattr(tokens, "is_meta"):
+        check_values("tokens", tokens)
+    path, tokens = as_path("path", path), np.asarray(tokens)
     if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(
             f"tokens of a shard must be one axis of at least one integer, got shape {tokens.shape}, {tokens.dtype}"
