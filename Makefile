@@ -51,7 +51,8 @@ test: $(VENV)/.test
 	$(PYTEST) --dist load tests/kernels/interpreter  # its own process: the interpreter must be on before Triton decorates a kernel
 
 # what runs in processes of its own is not checked there; the table of symmetries calls what other tests call
-UNTYPED := kernels interp/test_symmetries.py interp/tokens/test_study_copying.py training/run/test_distributed.py \
+UNTYPED := kernels interp/test_symmetries.py interp/tokens/test_study_copying.py \
+	$(addprefix training/run/test_distributed,.py _failures.py) \
 	$(addsuffix .py,$(addprefix test_,blocks first_steps import mutants notebooks packaging pages))
 test-typed: $(VENV)/.test  # once more, every annotated shape and type checked at run time
 	$(PYTEST) --jaxtyping-packages=tnlm,beartype.beartype -m "not user_error and not slow and not gpu and not network" \

@@ -27,8 +27,11 @@ CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
 """What ``torch.backends.cpu.get_cpu_capability`` says, from narrow to wide, on x86-64."""
 TWO_THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}  # the workers share the cores: no spinning
 LEFT_OUT = ["tests/app", "tests/interp/views", "tests/interp/test_symmetries.py", "tests/test_network.py"]
-"""Pages and commands print what other tests compare; symmetries are told from moves by a gap of three decades, and the
-equations of single networks are exact to a few roundings."""
+LEFT_OUT += ["tests/interp/test_study_nano.py", "tests/interp/tokens/test_study_copying.py"]
+LEFT_OUT += ["tests/lens/test_hooked.py"]
+"""Pages and commands print what other tests compare; symmetries are told from moves by a gap of three decades; the
+equations of single networks are exact to a few roundings; what is said of trained models has wide margins; and hooks
+compare one forward with the same forward."""
 QUICK_TESTS = ["tests/interp/layers", "tests/interp/test_definitions.py", "tests/interp/test_extraction.py"]
 QUICK_TESTS += ["tests/test_attention.py", "tests/checkpoints/test_checkpoint_layouts.py"]
 QUICK_TESTS += [f"tests/training/{name}.py" for name in ("run/test_loop", "run/test_trajectories")]
