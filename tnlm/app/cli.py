@@ -262,7 +262,7 @@ class Generate(TextCommand):
 class Convert(ModelCommand):
     """Write a model in tnlm's own format: model.safetensors, config.json and a model card.
 
-    What the source's layout expresses by scales, signs or gains is folded into the weights, exactly.
+    What the source's layout expresses by scales, signs or gains is folded into the weights.
 
     $ tnlm convert bilinear-bilinear-18l models/bilinear-18l
     $ tnlm convert state_step009726.pt models/mine --attention squared_normalized
