@@ -106,6 +106,7 @@ CALLS: dict[str, Callable[[Any], Mapping[str, Any]]] = {
     "kernels.squared_attention": lambda _: {n: noise(2, 5, 3, 4) for n in ("q", "k", "v")},
     "lens.hook": lambda _: {"model": model()},
     "training.preset": lambda _: {"name": "nano", "mlp": "bilinear", "attention": "bilinear"},
+    "training.token_counts": lambda tmp: {"run": tmp / "no-run"},
     "training.write_shard": lambda tmp: {"path": tmp / "x.bin", "tokens": [1, 2, 3]},
     "training.load_run": lambda tmp: {"folder": tmp / "no-run"},
     "interp.ablate": lambda _: {"net": net(), "tokens": ids(2, 6), "what": "blocks.1.hook_mlp_out"},

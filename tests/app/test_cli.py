@@ -19,12 +19,16 @@ from tests.app.conftest import TEXT
 from tests.checkpoints.hub_cache import go_offline, use_cache
 from tests.conftest import wait_for_announcement
 from tests.limits import assert_close
+from tests.pages import tables_of
 from tests.tiny_models import build, tiny
+from tnlm import interp
 from tnlm.app import cli
 from tnlm.app.cli import COMMANDS, main
 from tnlm.output.command import print_version
-from tnlm.text import tokenizer
+from tnlm.text import find_tokenizer, tokenizer
 from tnlm.text.evaluate import byte_lengths, cross_entropy
+from tnlm.training import embedded_corpus
+from tnlm.training.data.tokenize import encode_document
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +228,27 @@ def test_report_writes_a_page(saved, text, tmp_path, capsys):
         capsys, "report", saved, "--text", text, "--out", tmp_path / "r.html", "--seq", 16, "--rows", 2, "--target", "a"
     )
     assert code == 0
-    assert record["page"] == str(tmp_path / "r.html")
+    assert record == {"model": str(saved), "text": str(text), "counted_in": str(text), "page": str(tmp_path / "r.html")}
     assert "<html" in (tmp_path / "r.html").read_text()
+
+
+def test_the_report_of_a_run_weighs_tokens_by_its_training_shards(trained, text, tmp_path, capsys):
+    tokens = find_tokenizer(tnlm.load(trained))
+    ids = [i for document in embedded_corpus().train for i in encode_document(tokens, document)]
+    weights = torch.tensor(ids).bincount(minlength=1024)
+    rows = torch.zeros(1, 3, dtype=torch.long)
+    heads = [_heads(interp.report(trained, tmp_path / "r.html", tokens=rows, tokenizer=tokens, weights=weights))]
+    for options in ([], ["--text", text]):
+        path = tmp_path / f"{len(options)}.html"
+        code, record, _ = run(capsys, "report", trained, "--out", path, "--seq", 16, "--rows", 2, *options)
+        assert code == 0
+        assert record["counted_in"] == (str(text) if options else f"training shards of {trained}")
+        heads.append(_heads(path))
+    assert heads[0] == heads[1] != heads[2]
+
+
+def _heads(page):
+    return next(table for table in tables_of(page.read_text()) if table[0][0] == "head")
 
 
 @pytest.mark.slow

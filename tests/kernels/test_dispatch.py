@@ -109,8 +109,9 @@ def test_dtypes_and_devices_that_do_not_fit():
         squared_attention(q.bfloat16(), k, v)
     with pytest.raises(ValueError, match="k must be on the device of v, got k on meta, v on cpu"):
         squared_attention(q, k.to("meta"), v)
-    with pytest.raises(ValueError, match=r"v must be floating or complex, got torch\.int64"):
-        squared_attention(q.long(), k.long(), v.long())
+    for dtype in (torch.int64, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=rf"v must be one of float32, .*complex128, got {dtype}; cast it"):
+            squared_attention(q.to(dtype), k.to(dtype), v.to(dtype))
 
 
 @BOTH

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tnlm.app.held_out import text_or_held_out
+from tnlm.app.held_out import run_of, text_or_held_out
 from tnlm.output.command import Command, ModelCommand, TextCommand, guarded, load_model, print_record, print_version
 from tnlm.output.exit_codes import ExitCode
 from tnlm.text.default_tokenizer import encode_prompt, find_tokenizer, one_token, source_of
@@ -262,7 +262,7 @@ class Generate(TextCommand):
 class Convert(ModelCommand):
     """Write a model in tnlm's own format: model.safetensors, config.json and a model card.
 
-    What the source's layout expresses by scales, signs or gains is folded into the weights, exactly.
+    What the source's layout expresses by scales, signs or gains is folded into the weights.
 
     $ tnlm convert bilinear-bilinear-18l models/bilinear-18l
     $ tnlm convert state_step009726.pt models/mine --attention squared_normalized
@@ -348,7 +348,8 @@ class Explain(TextCommand):
 class Report(TextCommand):
     """One self-contained HTML page about a model, from its weights and a little text.
 
-    A run folder without --text is shown on its own validation tokens.
+    A run folder without --text is shown on its own validation tokens, and its tables over the vocabulary weigh tokens
+    by how often they occur in its training shards; otherwise by how often they occur in the rows of text.
 
     $ tnlm report runs/nano-bilinear-bilinear-s0 --out report.html
     $ tnlm report bilinear-bilinear-18l --text book.txt --target " the" --rows 4
@@ -367,6 +368,7 @@ class Report(TextCommand):
 
     def execute(self) -> dict[str, Any]:
         from tnlm import interp
+        from tnlm.training import token_counts
 
         model = self.load()
         tokenizer = find_tokenizer(model, self.tokenizer)
@@ -380,9 +382,13 @@ class Report(TextCommand):
         whole = min(self.rows, (len(stream) - 1) // seq)
         target = None if self.target is None else one_token("target", self.target, tokenizer)
         tokens = stream[: whole * seq + 1].unfold(0, seq + 1, seq)
-        path = interp.report(model, self.out, tokens=tokens.to(self.device), tokenizer=tokenizer, target=target)
-        self.say(f"report: {path}")
-        return {"model": self.model, "text": source, "page": str(path)}
+        run = None if self.text is not None else run_of(model)
+        weights = None if run is None else token_counts(run)
+        options: dict[str, Any] = {"tokenizer": tokenizer, "target": target, "weights": weights}
+        path = interp.report(model, self.out, tokens=tokens.to(self.device), **options)
+        counted = source if run is None else f"training shards of {run}"
+        self.say(f"report: {path}, tokens weighted by their counts in {counted}")
+        return {"model": self.model, "text": source, "counted_in": counted, "page": str(path)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,13 @@ def validation_of(run: Path) -> "tuple[Validation, Tokenizer | None]":
     return inputs.validation, inputs.tokenizer
 
 
+def run_of(model: "Transformer") -> Path | None:
+    """The folder of the training run that a model was loaded from; None if it comes from none."""
+    from tnlm.checkpoints.local import is_run
+
+    return next(filter(is_run, folders_of(model)), None)
+
+
 def text_or_held_out(
     text: Path | None, model: "Transformer", tokenizer: "Tokenizer", seq: int | None
 ) -> "tuple[Tensor, int | None, str]":
@@ -39,10 +46,9 @@ def text_or_held_out(
 
     if text is not None:
         return torch.tensor(tokenizer.encode(text.read_text(encoding="utf-8"))), seq, str(text)
-    from tnlm.checkpoints.local import is_run
     from tnlm.output.files import read_json
 
-    run = next(filter(is_run, folders_of(model)), None)
+    run = run_of(model)
     if run is None:
         raise ValueError("which text? Pass --text FILE; only a training run brings validation tokens of its own")
     validation, _ = validation_of(run)

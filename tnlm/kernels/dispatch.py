@@ -13,7 +13,7 @@ from jaxtyping import Inexact
 from torch import Tensor
 
 from tnlm.kernels import eager, ops, recurrent, tiles
-from tnlm.kernels.precision import CASTABLE, autocast_active, without_autocast
+from tnlm.kernels.precision import CASTABLE, SUPPORTED, autocast_active, without_autocast
 from tnlm.kernels.transforms import transformed
 
 Implementation = Literal["auto", "eager", "chunked", "recurrent", "triton"]
@@ -167,8 +167,9 @@ def _check(operands: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} must be (batch, seq, n_head, d), got shape {tuple(x.shape)}")
     first, q = next(iter(operands.items()))
     v = operands["v"]
-    if not (v.is_floating_point() or v.is_complex()):
-        raise ValueError(f"v must be floating or complex, got {v.dtype}; cast it")
+    if v.dtype not in SUPPORTED:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED)
+        raise ValueError(f"v must be one of {names}, got {v.dtype}; cast it")
     for name, x in operands.items():
         if x.dtype != v.dtype:
             raise ValueError(f"{name} must have the dtype of v, got {name}={x.dtype}, v={v.dtype}; cast one")

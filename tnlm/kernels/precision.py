@@ -11,6 +11,8 @@ HALF = (torch.bfloat16, torch.float16)
 FP16_MAX = torch.finfo(torch.float16).max
 CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that autocast casts; float64 and complex stay as they are."""
+SUPPORTED = (*CASTABLE, torch.float64, torch.complex64, torch.complex128)
+"""The dtypes of attention: torch has no products of the others, such as float8 or complex32, on a CPU."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tnlm.training.compare.runs import load_run
     from tnlm.training.config import TrainConfig
     from tnlm.training.data.corpus import Corpus, embedded_corpus
+    from tnlm.training.data.inputs import token_counts
     from tnlm.training.data.shards import write_shard
     from tnlm.training.data.stream import Loader, TokenStream, Validation
     from tnlm.training.optim.muon import Muon
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "tnlm.training.compare.arms": ("compare_arms",),
     "tnlm.training.data.corpus": ("Corpus", "embedded_corpus"),
+    "tnlm.training.data.inputs": ("token_counts",),
     "tnlm.training.data.stream": ("Loader", "TokenStream", "Validation"),
     "tnlm.training.run.loop": ("train",),
     "tnlm.training.optim.muon": ("Muon",),
@@ -47,6 +49,7 @@ __all__ = [
     "embedded_corpus",
     "load_run",
     "preset",
+    "token_counts",
     "train",
     "write_shard",
 ]

@@ -229,7 +229,20 @@ def test_spectra_and_their_tokens(page, released):
 def test_heads_cell_by_cell(page, released):
     """Over the tokens of the text, which are centred by their counts."""
     model, tokens = released
-    counts = tokens.flatten().bincount(minlength=9)
+    _assert_heads(page, model, tokens.flatten().bincount(minlength=9))
+
+
+def test_heads_of_the_most_frequent_tokens(released, tmp_path, monkeypatch):
+    """Given counts in place of those of the text, and more tokens than are ranked: here 3, in no order of their ids."""
+    model, tokens = released
+    monkeypatch.setattr("tnlm.interp.views.reporting._RANKED", 3)
+    counts = torch.tensor([2, 40, 0, 7, 9, 1, 2, 30, 5])
+    options = {"tokens": tokens, "tokenizer": Letters(), "weights": counts, "progress": False}
+    page = report(model, tmp_path / "r.html", **options).read_text()
+    _assert_heads(page, model, torch.tensor([0, 40, 0, 0, 9, 0, 0, 30, 0]))
+
+
+def _assert_heads(page, model, counts):
     ids = [t for t in range(9) if counts[t]]
     header, *rows = _table(page, "head")
     assert header == ["head", "root mean square", "strongest: read", "moved", "by"]

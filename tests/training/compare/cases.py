@@ -59,8 +59,11 @@ def shared_seeds() -> Comparison:
 @cache
 def one_seed_each() -> Comparison:
     """Base of 900 steps, variant of 880 and 1,200, 5 % better; the deviation of one run is given."""
-    base = [make_run(7, 900, arm="old", facts=BASE_FACTS, every=40)]
-    variant = [make_run(8, n, x=-0.01, arm="new", facts=VARIANT_FACTS, every=30) for n in (880, 1200)]
+    base = [make_run(7, 900, arm="old", facts=BASE_FACTS, every=40, seconds_per_step=0.7)]
+    variant = [
+        make_run(8, n, x=-0.01, arm="new", facts=VARIANT_FACTS, every=30, seconds_per_step=n / 1000, trunk="runs/eight")
+        for n in (880, 1200)
+    ]
     return compare_arms(base, variant, Options(sigma=0.05, margin=0.02, draws=300))
 
 
@@ -114,12 +117,12 @@ def steps_to(runs, level):
     raise AssertionError("the horizons do not bracket the level")
 
 
-def stable_phase(result):
-    """Levels and extra batches of E3 at 1,000 steps, whose warm-down is 380 of them, by bisection over the level."""
+def stable_phase(result, horizons=(1000, 1000)):
+    """Levels and extra batches of E3 at these steps of base and variant, of which 38 % are warm-down."""
     curves = []
-    for arm in (result.base, result.variant):
-        steps, losses = mean_curve(arm.runs, 1000)
-        before = [i for i, step in enumerate(steps) if 0 < step <= 620]
+    for arm, horizon in zip((result.base, result.variant), horizons, strict=True):
+        steps, losses = mean_curve(arm.runs, horizon)
+        before = [i for i, step in enumerate(steps) if 0 < step <= horizon - round(0.38 * horizon)]
         curves.append(([steps[i] for i in before], [losses[i] for i in before]))
     steps, losses = curves[0]
     high, low = min(curve[1][0] for curve in curves), max(curve[1][-1] for curve in curves)

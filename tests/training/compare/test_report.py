@@ -12,7 +12,7 @@ import pytest
 import tnlm
 from tests.training.compare import cases
 from tests.training.compare.cases import Z, crossing, final, mean_curve
-from tnlm.training.compare.report import FLOPS_CONVENTION, to_dict, to_record, to_text
+from tnlm.training.compare.report import FLOPS_CONVENTION, to_dict, to_record, to_text, write
 
 LOOSE = 1e-9
 """Relative error that the few roundings of these short sums stay far below."""
@@ -183,6 +183,123 @@ def percent(value):
 
 def interval(reading):
     return f"{percent(reading['value'])} batches [{percent(reading['low'])}, {percent(reading['high'])}]"
+
+
+class TestOneSeedEach:
+    """Sigma given, no common horizon: no reading is by the bootstrap, so that every field is known beforehand."""
+
+    @cached_property
+    def result(self):
+        return cases.one_seed_each()
+
+    def arm(self, label, seed, trunk, facts, cells, seconds):
+        return {
+            "label": label,
+            "seeds": 1,
+            "runs": [
+                {"name": f"{label}-{seed}-{steps}", "seed": seed, "trunk": trunk, "steps": steps, "final": final}
+                for steps, final in cells.items()
+            ],
+            "horizons": {str(steps): {"runs": 1, "mean": final, "sd": None} for steps, final in cells.items()},
+            "warmdown_steps": {str(steps): round(0.38 * steps) for steps in cells},
+            "seconds_per_step": seconds,
+            **facts,
+        }
+
+    def readings(self):
+        base, variant, sigma = self.result.base.runs, self.result.variant.runs, 0.05
+        by_delta = {"status": "ok", "method": "delta", "bound": None, "censored": None}
+        level, n_star, slope, x, reach = e1_by_hand(self.result, 900, sigma, lambda n_star: math.sqrt(1 + 1))
+        e1 = by_delta | {"value": x, "low": x - reach, "high": x + reach, "note": "", "n0": 900.0, "n_star": n_star}
+        e1 |= {"horizons": [880, 1200], "base_horizons": [900], "loss": level, "slope": slope}
+        e1 |= {
+            "tokens": (1 + x) * 640 / 512 - 1,
+            "flops": (1 + x) * 640 * 6.6 / (512 * 6.0) - 1,
+            "seconds": (1 + x) * 1.04 / 0.7 - 1,
+        }
+        at, length, fall = crossing(*mean_curve(variant, 1200), final(base, 900))
+        value, spread = at / 900 - 1, Z * sigma * math.sqrt(1 + 1) / fall / 900
+        e2a = by_delta | {"value": value, "low": value - spread, "high": value + spread, "step": at}
+        e2a |= {"note": "biased by the warm-down", "n0": 900, "variant_horizon": 1200, "eval_spacing": length / 900}
+        nothing = dict.fromkeys(("value", "low", "high", "bound", "censored"))
+        e2b = nothing | {"status": "not comparable", "method": "none", "note": "needs one horizon that both arms have"}
+        levels, extra = cases.stable_phase(self.result, (900, 1200))
+        note = f"median over losses {levels[-1]:.3f}..{levels[0]:.3f}; silent about final quality"
+        e3 = nothing | {"status": "ok", "method": "none: fewer than three seeds", "note": note}
+        e3 |= {"value": float(np.median(extra)), "levels": levels, "values": extra, "range": [min(extra), max(extra)]}
+        return {"e1": e1, "e2a": e2a, "e2b": e2b, "e3": e3}
+
+    def expected(self):
+        finals = {run.steps: float(run.curve_losses[-1]) for run in (*self.result.base.runs, *self.result.variant.runs)}
+        first, *others = finals.items()
+        readings = self.readings()
+        gap, deviation = finals[1200] - finals[900], 0.05 * math.sqrt(2)
+        x, slope = readings["e1"]["value"], readings["e1"]["slope"]
+        normal = Z + 0.8416212335729143  # two-sided 5 %, 80 % power
+        needed = math.ceil(2 * (normal * 0.05 / (slope * 900 * x)) ** 2)
+        return {
+            "metric": "loss",
+            "base": self.arm("old", "7", None, cases.BASE_FACTS, dict([first]), 0.7),
+            "variant": self.arm("new", "8", "eight", cases.VARIANT_FACTS, dict(others), 1.04),
+            "ratios": {
+                "n_params": 1.23,
+                "flops_per_token": 1.1,
+                "tokens_per_step": 1.25,
+                "seconds_per_step": 1.04 / 0.7,
+            },
+            "flops_convention": FLOPS_CONVENTION,
+            "final": {
+                "base_steps": 900,
+                "variant_steps": 1200,
+                "difference": gap,
+                "low": gap - Z * deviation,
+                "high": gap + Z * deviation,
+                "p": math.erfc(abs(gap) / deviation / math.sqrt(2)),
+                "p_worse_than_margin": math.erfc((0.02 - gap) / deviation / math.sqrt(2)) / 2,
+                "test": "z, given sigma",
+                "paired": False,
+            },
+            **readings,
+            "sigma": 0.05,
+            "verdict": f"not resolved: about {needed} seeds per arm would be needed for {100 * x:+.2f}%",
+            "seeds_needed": needed,
+            "warnings": [
+                "tokens per step differ: 512 and 640",
+                "attention implementation differ: chunked and triton",
+                "the arms differ in parameters by +23.0%",
+            ],
+            "options": {
+                **dict.fromkeys(("at", "warmdown")),
+                "sigma": 0.05,
+                "margin": 0.02,
+                "extrapolate": False,
+                "draws": 300,
+                "seed": 0,
+                "confidence": 0.95,
+            },
+            "versions": {"tnlm": tnlm.__version__, "python": platform.python_version(), "numpy": np.__version__},
+        }
+
+    def test_the_whole_file(self, tmp_path):
+        written = json.loads(write(self.result, tmp_path).read_text())
+        assert written == to_dict(self.result), "nothing is lost on the way to the file"
+        assert_same(written, self.expected())
+
+
+def assert_same(found, expected, where="file"):
+    """Both hold the same keys and values, numbers up to the rounding of short sums."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for i, value in enumerate(expected):
+            assert_same(found[i], value, f"{where}[{i}]")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-6), where  # a ratio minus 1 keeps fewer digits
+    else:
+        assert (found, type(found)) == (expected, type(expected)), where
 
 
 class TestText:

@@ -73,6 +73,14 @@ class TestStream:
         assert stream.fingerprint == TokenStream(stream.paths).fingerprint
         assert stream.fingerprint != TokenStream(stream.paths[:2]).fingerprint
 
+    def test_counts(self, tmp_path):
+        paths = [tmp_path / "train_000001.bin", tmp_path / "train_000002.bin"]
+        shards.write_shard(paths[0], [5, 3, 3, 0])
+        shards.write_shard(paths[1], [3, 1, 6])
+        assert TokenStream(paths).counts(8).tolist() == [1, 1, 0, 3, 0, 1, 1, 0]
+        with pytest.raises(ValueError, match=r"id 6 >= vocab 6 in .*train_000002\.bin at token 2"):
+            TokenStream(paths).counts(6)
+
     @pytest.mark.user_error
     def test_user_errors(self, stream, tmp_path):
         with pytest.raises(ValueError, match="at least one shard, got none"):

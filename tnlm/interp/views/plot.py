@@ -1,7 +1,8 @@
 """Figures of the analyses: tensors in, a plotly ``Figure`` out, nothing shown or written.
 
 Colour ranges of signed quantities are symmetric about zero; backgrounds are transparent and the text grey, so a figure
-reads in light and dark. Tensors may be bf16, need gradients, or live on a device. Subtitles say which kind of exact.
+reads in light and dark. Tensors may be bf16, need gradients, or live on a device. Subtitles say which kind of exact, or
+what is shown.
 """
 
 from collections.abc import Mapping, Sequence

@@ -30,6 +30,8 @@ from tnlm.transformer import Transformer
 
 _FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.1)
 _SHOWN_SEQ = 32
+_RANKED = 4096
+"""Tokens at most in tables over pairs of tokens: each head costs the square of it."""
 
 
 def report(
@@ -49,14 +51,15 @@ def report(
     direction in every layer and its leading eigenvectors as tokens, heads, what truncating a layer costs on ``tokens``,
     and one explained logit with ablations.
 
-    Tables over the vocabulary hold tokens of the text alone, and the unembedding is centred: without its mean over the
-    tokens of the text, weighted by how often each occurs. Before a softcap that is a convention. Layers and heads are
-    numbered as in the model.
+    Tables over the vocabulary hold the tokens of ``weights`` above 0, at most the 4,096 of largest weight. The
+    unembedding is centred: without its mean over these tokens, weighted. Before a softcap that is a convention. Layers
+    and heads are numbered as in the model.
 
     Args:
         path: The file, conventionally ``report.html``; its folder is made.
         tokens: Held-out rows: the first is the prompt that is explained, all measure the truncations.
-        weights: How often each token occurs, ``(d_vocab_used,)``; by default counted in ``tokens``.
+        weights: How often each token occurs, ``(d_vocab_used,)``, such as :func:`tnlm.training.token_counts` of the
+            run that made the model; by default counted in ``tokens``.
         tokenizer: To print tokens as text.
         target: Id whose direction is studied; by default what the model predicts after the prompt.
         top: Eigenvectors, rows and pairs listed.
@@ -100,12 +103,18 @@ def add_sections(
     target = net.read_token("target", target, tokenizer)
     if weights is None:
         weights = tokens.flatten().bincount(minlength=len(net.tokens))
-    weights = token_weights(weights, net.unembed[: len(net.tokens)])
+    weights = _most_frequent(token_weights(weights, net.unembed[: len(net.tokens)]))
     names = [str(i) if tokenizer is None else tokenizer.decode([i]) for i in net.tokens]
     steps = [_model, _exactness, _scalars, _spectra, _heads, _truncation, _explanation]
     study = _Study(net, tokens, prompt, target, names, weights, tokenizer, top)
     for step in track(steps, "writing the report", enabled=progress):
         step(page, study)
+
+
+def _most_frequent(weights: Tensor) -> Tensor:
+    """The largest weights, scaled to sum to 1, and 0 for all others."""
+    largest = weights.topk(min(_RANKED, len(weights)))
+    return torch.zeros_like(weights).index_put((largest.indices,), largest.values / largest.values.sum())
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,9 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxtyping import Int64
+from torch import Tensor
+
+from tnlm.checks import as_path
 from tnlm.text import tokenizer as tokenizers
 from tnlm.text.tokenizer import Tokenizer
-from tnlm.training.config import TrainConfig
+from tnlm.training.config import TrainConfig, load_config
 from tnlm.training.data import shards
 from tnlm.training.data.sources import find_data
 from tnlm.training.data.stream import Loader, Order, TokenStream, Validation
@@ -74,6 +78,23 @@ def open_inputs(config: TrainConfig, world: World) -> Inputs:
     }
     text_bytes = evaluated.text_bytes(tokenizer) if tokenizer is not None else None
     return Inputs(loader, evaluated, tokenizer, facts, text_bytes)
+
+
+def token_counts(run: str | Path) -> Int64[Tensor, " d_vocab_used"]:
+    """How often each id occurs in the training shards that the configuration of a run names.
+
+    For ``weights=`` and ``token_weights=`` of :mod:`tnlm.interp`. All of these shards are counted, also where the run
+    read a part of them or repeated them. Reads every shard: about half a second per 100M tokens.
+
+    Args:
+        run: Folder of a training run.
+
+    Raises:
+        ValueError: The folder holds no run, shards are missing or damaged, or a token is no id of the model.
+    """
+    config = load_config(as_path("run", run) / "config.json")
+    train, _, _ = find_data(config, World.from_environment())
+    return TokenStream(train, allow_truncated=config.allow_truncated).counts(config.model.d_vocab_used)
 
 
 def find_tokenizer(config: TrainConfig, folder: Path, sidecar: dict[str, Any]) -> Tokenizer | None:

@@ -85,6 +85,19 @@ class TokenStream:
             shard = int(np.searchsorted(self._starts, place, side="right")) - 1
             shards.refuse_id(self.read(place, 1), d_vocab, self.paths[shard], place - int(self._starts[shard]))
 
+    def counts(self, d_vocab: int) -> Int64[Tensor, " d_vocab"]:
+        """How often each id occurs. Reads everything: about half a second per 100M tokens.
+
+        Raises:
+            ValueError: A token is no id of the vocabulary; names shard and place.
+        """
+        total = np.zeros(d_vocab, dtype=np.int64)
+        for start, shard in zip(self._starts, self._shards):
+            for at, tokens in shard.blocks():
+                self.refuse_ids(tokens, int(start) + at, d_vocab)
+                total += np.bincount(tokens, minlength=d_vocab)
+        return torch.from_numpy(total)
+
     def document_starts(self, eot: int) -> np.ndarray:
         """Places of the end-of-text id, which precedes each document. Reads everything: 0.1 s per 100M tokens."""
         return np.concatenate(
