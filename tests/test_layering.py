@@ -25,14 +25,15 @@ MAY_IMPORT: Mapping[str, str] = {
     "tnlm": "tnlm.kernels",
     "tnlm.output": "tnlm",
     "tnlm.text": "tnlm tnlm.output",
+    "tnlm.languages": "tnlm tnlm.output",
     "tnlm.checkpoints": "tnlm tnlm.kernels tnlm.output tnlm.text",
     "tnlm.output.command": "tnlm tnlm.output tnlm.text tnlm.checkpoints",
     "tnlm.lens": "tnlm tnlm.text",
     "tnlm.integrations": "tnlm tnlm.output tnlm.text tnlm.checkpoints",
-    "tnlm.interp": "tnlm tnlm.output tnlm.text tnlm.checkpoints",
-    "tnlm.training": "tnlm tnlm.kernels tnlm.output tnlm.text tnlm.checkpoints tnlm.output.command",
-    "tnlm.app": "tnlm tnlm.output tnlm.text tnlm.checkpoints tnlm.output.command tnlm.integrations tnlm.interp "
-    "tnlm.training",
+    "tnlm.interp": "tnlm tnlm.output tnlm.text tnlm.languages tnlm.checkpoints",
+    "tnlm.training": "tnlm tnlm.kernels tnlm.output tnlm.text tnlm.languages tnlm.checkpoints tnlm.output.command",
+    "tnlm.app": "tnlm tnlm.output tnlm.text tnlm.languages tnlm.checkpoints tnlm.output.command tnlm.integrations "
+    "tnlm.interp tnlm.training",
 }
 """Room: the rooms below it that it may import. ``docs/architecture.md`` has the same table, with reasons."""
 
