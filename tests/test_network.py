@@ -193,7 +193,8 @@ def test_budget_of_one_byte_refuses_and_the_exact_budget_does_not():
     with pytest.raises(ValueError, match=f"{cost.largest:,} elements.*max_bytes=1;"):
         net.contract({"x": tensors[0]}, max_bytes=1)
     net.contract({"x": tensors[0]}, max_bytes=cost.bytes)
-    with pytest.raises(ValueError, match="over max_bytes"):
+    said = rf"{cost.largest} elements \({cost.bytes} bytes in torch.float64\), over max_bytes={cost.bytes - 1}; "
+    with pytest.raises(ValueError, match=said):
         net.contract({"x": tensors[0]}, max_bytes=cost.bytes - 1)
 
 

@@ -308,7 +308,7 @@ def test_incomplete_checkpoints_are_passed_over_by_name(tmp_path):
         assert same_state(tnlm.load(tmp_path), models[10])
     with pytest.raises(ValueError, match="step_000030 is not complete: no COMPLETE marker"):
         tnlm.load(newest)
-    with pytest.raises(ValueError, match="is not complete"):
+    with pytest.raises(ValueError, match="step_000030 is not complete: no COMPLETE marker; load the run folder"):
         tnlm.load(newest / "model.safetensors")
     (tmp_path / "checkpoints/step_000010/config.json").unlink()
     with pytest.raises(ValueError, match=r"holds no complete checkpoint: .*step_000010 \(config.json is missing\)"):

@@ -1,5 +1,6 @@
 """Pushing to the Hub: what is uploaded, and what is said when it cannot be. No network."""
 
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +101,9 @@ def test_a_card_of_ones_own_is_uploaded(hub, model):
 @pytest.mark.parametrize("repo_id", ["tiny", "./a/b", "a/b/c", "/abs/tiny", "~/x", "a/../b", "owner/", "C:\\m\\x"])
 def test_repository_ids_are_checked_first(hub, model, repo_id):
     fake = hub()
-    with pytest.raises(ValueError, match='must be "owner/name"'):
+    with pytest.raises(
+        ValueError, match=re.escape(f'repo_id must be "owner/name", got {repo_id!r}; tnlm.save(model, folder)')
+    ):
         publish.push_to_hub(model, repo_id)
     assert fake.calls == []
 

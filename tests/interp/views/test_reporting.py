@@ -43,7 +43,7 @@ def test_report_is_one_offline_file(mlp, attention, tmp_path):
 
 @pytest.mark.user_error
 def test_report_wants_rows_with_targets(tmp_path):
-    with pytest.raises(ValueError, match="tokens must be"):
+    with pytest.raises(ValueError, match=r"^tokens must be \(rows, seq \+ 1\), got shape \(3,\)$"):
         report(make(), tmp_path / "r.html", tokens=torch.zeros(3, dtype=torch.long), progress=False)
     tokens = torch.randint(0, 11, (2, 5))
     with pytest.raises(ValueError, match=r"target must be a token id in \[0, 11\), got 11"):

@@ -156,9 +156,10 @@ class Shard:
             # one call reads less than it is asked for beyond 2 GiB, and nothing beyond the end
             n = os.preadv(self._file, [into], at)
             if n == 0:
+                left = max(0, os.fstat(self._file).st_size - HEADER_BYTES) // 2
                 raise ValueError(
                     f"shard {self.path} must keep the {self._tokens} tokens that it had when it was opened, but it "
-                    f"ends after {max(0, at - HEADER_BYTES) // 2}: put it back, then run the same command again"
+                    f"ends after {left}: put it back, then run the same command again"
                 )
             into, at = into[n:], at + n
         return ids
